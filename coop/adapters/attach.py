@@ -1,0 +1,309 @@
+"""attach: from a folder or a live model to a model whose experts coop serves.
+
+Owns the Runtime, which closes what it opened; promises that `model.generate` then just works, and that what
+could not be used (a profile of another model) is said, not guessed. The one public call of coop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from coop.adapters.lora import merge_dense_adapter, read_expert_lora
+from coop.adapters.transformers import (
+    IMPLEMENTATION,
+    ExpertsModule,
+    build_on_meta,
+    find_experts,
+    load_without_experts,
+    make_absent,
+    model_identity,
+    register,
+    serve,
+)
+from coop.checkpoint import Checkpoint, open_checkpoint
+from coop.errors import CheckpointError, CoopError, ProfileError
+from coop.layout import resolve_layout
+from coop.plan import Plan
+from coop.profile import PROFILE_NAME, Profile, adapter_digest
+from coop.scheduler import CallCounters, Scheduler
+from coop.shards import read_checkpoint_tensors
+from coop.store import ExpertStore
+from coop.strategy import get_strategy
+from coop.topology import probe
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStats:
+    """Counters since attach or `reset_stats`: requests for experts by phase, and bytes."""
+
+    hits_prefill: int
+    misses_prefill: int
+    hits_decode: int
+    misses_decode: int
+    bytes_read: int
+    budget_bytes: int
+    resident_bytes_max: int
+    wait_seconds: float
+
+    @property
+    def hit_rate_prefill(self) -> float:
+        """Share of prefill requests that were resident when asked for; NaN without any."""
+        return _rate(self.hits_prefill, self.misses_prefill)
+
+    @property
+    def hit_rate_decode(self) -> float:
+        """Share of decode requests that were resident when asked for; NaN without any."""
+        return _rate(self.hits_decode, self.misses_decode)
+
+
+class Runtime:
+    """A model and the scheduler that serves its experts; a context manager that closes both ends."""
+
+    def __init__(
+        self, model: nn.Module, scheduler: Scheduler, plan: Plan, profile_status: str, tokenizer_source: Path
+    ) -> None:
+        self.model: Any = model
+        self.scheduler = scheduler
+        self.plan = plan
+        self.profile_status = profile_status
+        self.tokenizer_source = tokenizer_source
+        self._bytes_before = 0
+        self._hook = model.register_forward_pre_hook(self._note_phase, with_kwargs=True)
+
+    def _note_phase(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        if tokens is not None:
+            self.scheduler.is_prefill = tokens.shape[1] > 1
+
+    def stats(self) -> RuntimeStats:
+        """What has happened so far."""
+        counters, residency = self.scheduler.counters, self.scheduler.residency
+        return RuntimeStats(
+            hits_prefill=counters.hits_prefill,
+            misses_prefill=counters.misses_prefill,
+            hits_decode=counters.hits_decode,
+            misses_decode=counters.misses_decode,
+            bytes_read=self.scheduler.loads["bytes_read"] - self._bytes_before,
+            budget_bytes=residency.budget_bytes,
+            resident_bytes_max=residency.used_bytes_max,
+            wait_seconds=counters.wait_seconds,
+        )
+
+    def reset_stats(self) -> None:
+        """Count from here: for a second request with the same runtime."""
+        self.scheduler.counters = CallCounters()
+        self.scheduler.residency.reset_peak()
+        self._bytes_before = self.scheduler.loads["bytes_read"]
+
+    def close(self) -> None:
+        """Stop threads, free slots, close files; the model can no longer run. Safe to call twice."""
+        self._hook.remove()
+        self.scheduler.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(
+    model_or_path: Any,
+    ckpt: str | Path | None = None,
+    *,
+    budget: str | int = "auto",
+    strategy: str = "Balanced",
+    profile: bool | Profile = True,
+    prefetch: bool = True,
+    base: str | Path | None = None,
+    dtype: str | torch.dtype = "auto",
+    max_context: int = 4096,
+) -> Runtime:
+    """Serve a model's experts from its checkpoint under a budget.
+
+    Args:
+        model_or_path: a checkpoint folder or Hub id (full model or adapter), or a live transformers model
+            whose dense weights are loaded; its expert weights are dropped.
+        ckpt: the folder that a live model's experts are read from. Must be left out with a path.
+        budget: bytes, "6GiB", "50%" of the experts, or "auto".
+        strategy: "SpeedFirst", "Balanced" or "MemoryFirst".
+        profile: use the checkpoint's profile (True), none (False), or this one.
+        prefetch: load experts before they are asked for. The tokens are the same without.
+        base: the base model of an adapter, if not the one its config names.
+        dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+        max_context: tokens the plan reserves KV cache for.
+
+    Raises BudgetError, CheckpointError, StoreError, and CoopError for a strategy or dtype that does not exist.
+    """
+    chosen = get_strategy(strategy)
+    checkpoint = _checkpoint(model_or_path, ckpt, base)
+    config = _load_config(checkpoint.weights)
+    is_live = isinstance(model_or_path, nn.Module)
+    served = next(model_or_path.parameters()).dtype if is_live else _dtype(dtype, config, checkpoint.weights)
+    store = _open_store(checkpoint, config, served)
+    try:
+        model = model_or_path if is_live else _load_dense(checkpoint, config, served)
+        experts = find_experts(model)
+        _check_same_experts(experts, [layer.name for layer in store.layout.layers])
+        found, status = _load_profile(checkpoint, model, profile)
+        plan = Plan.derive(
+            budget,
+            geometry=store.geometry,
+            topology=probe(),
+            strategy=chosen,
+            profile=found,
+            dense_bytes=_dense_bytes(model, experts),
+            kv_cache_bytes=_kv_cache_bytes(config, served, max_context),
+            max_context=max_context,
+            row_bytes=int(config.hidden_size) * served.itemsize,
+            has_prefetch=prefetch,
+        )
+        # from here on nothing is refused: a live model now gives up its expert weights
+        scheduler = _hand_over(model, experts, store, plan, found)
+    except BaseException:
+        store.close()
+        raise
+    return Runtime(model, scheduler, plan, status, checkpoint.tokenizer)
+
+
+def _hand_over(
+    model: Any, experts: list[ExpertsModule], store: ExpertStore, plan: Plan, profile: Profile | None
+) -> Scheduler:
+    """Drop the stacks, start the scheduler, and point the model at it."""
+    for entry in experts:
+        make_absent(entry)
+    scheduler = Scheduler(
+        experts,
+        store,
+        budget_bytes=plan.budget_bytes,
+        strategy=plan.strategy,
+        ring_bytes=plan.ring_bytes,
+        loader_threads=plan.loader_threads,
+        has_prefetch=plan.has_prefetch,
+        profile=profile,
+    )
+    register()
+    model.set_experts_implementation(IMPLEMENTATION)
+    serve(experts, scheduler)
+    return scheduler
+
+
+def _rate(hits: int, misses: int) -> float:
+    return hits / (hits + misses) if hits + misses else float("nan")
+
+
+def _checkpoint(model_or_path: Any, ckpt: str | Path | None, base: str | Path | None) -> Checkpoint:
+    if not isinstance(model_or_path, nn.Module):
+        if ckpt is not None:
+            raise CoopError("attach(path, ckpt): give one folder; ckpt belongs to a live model")
+        return open_checkpoint(model_or_path, base)
+    if ckpt is None:
+        raise CoopError("attach(model): say where its experts are read from: attach(model, ckpt=DIR)")
+    checkpoint = open_checkpoint(ckpt, base)
+    if checkpoint.adapter:
+        raise CoopError(f"{ckpt} is an adapter: attach it by its path, and coop loads base and adapter")
+    return checkpoint
+
+
+def _load_config(weights: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(weights, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError) as exc:
+        raise CheckpointError(f"{weights / 'config.json'}: {str(exc).splitlines()[0][:200]}") from exc
+    return config.get_text_config(decoder=True)
+
+
+def _dtype(dtype: str | torch.dtype, config: Any, weights: Path) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        wanted = dtype
+    elif dtype == "auto":
+        wanted = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    elif dtype in DTYPES:
+        wanted = DTYPES[dtype]
+    else:
+        raise CoopError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
+    if wanted not in DTYPES.values():
+        raise CheckpointError(f"{weights} is of dtype {wanted}; coop runs {', '.join(DTYPES)}")
+    return wanted
+
+
+def _open_store(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> ExpertStore:
+    """The checkpoint's experts, with the adapter's part merged into each as it is loaded."""
+    layout = resolve_layout(config, read_checkpoint_tensors(checkpoint.weights), dtype)
+    if not checkpoint.adapter:
+        return ExpertStore(layout)
+    lora = read_expert_lora(checkpoint.folder, find_experts(build_on_meta(config)))
+    return ExpertStore(layout, lora if len(lora) else None)
+
+
+def _load_dense(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> nn.Module:
+    with _quiet_loading():
+        model = load_without_experts(checkpoint.weights, config, dtype)
+    return merge_dense_adapter(model, checkpoint.folder).eval() if checkpoint.adapter else model
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Expert tensors are unexpected to the pruned class by design; transformers' reports of them would alarm."""
+    from transformers.utils import logging
+
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+def _check_same_experts(experts: list[ExpertsModule], names: list[str]) -> None:
+    found = [entry.name for entry in experts]
+    if found != names:
+        raise CheckpointError(f"the model has experts at {found[:2]}, the checkpoint describes {names[:2]}")
+
+
+def _load_profile(
+    checkpoint: Checkpoint, model: nn.Module, profile: bool | Profile
+) -> tuple[Profile | None, str]:
+    """The profile to seed from, and what to tell the user about it. A profile is never a reason to fail."""
+    if profile is False:
+        return None, "not used: switched off"
+    if profile is True and not (checkpoint.folder / PROFILE_NAME).exists():
+        return None, f"none: no {PROFILE_NAME} in {checkpoint.folder}"
+    try:
+        found = Profile.load(checkpoint.folder) if profile is True else profile
+        assert isinstance(found, Profile)
+        # a digest of "" is not compared: the tokenizer is the caller's and may not be loaded here
+        found.check(model_identity(model, None, adapter_digest(checkpoint.folder)))
+    except ProfileError as exc:
+        return None, f"ignored: {exc}"
+    tokens = found.tokens_prompt + found.tokens_answer
+    return found, f"used (step {found.step}, {tokens:,} tokens)"
+
+
+def _dense_bytes(model: nn.Module, experts: list[ExpertsModule]) -> int:
+    stacked = {id(e.module._parameters[name]) for e in experts for name in e.parameters}
+    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in stacked)
+
+
+def _kv_cache_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:
+    """Keys and values of one sequence: 2 x layers x key-value heads x head size, an upper estimate for windows."""
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return 2 * int(config.num_hidden_layers) * heads * head_size * tokens * dtype.itemsize

@@ -1,0 +1,88 @@
+"""Calendar: what computing and loading an expert costs here, and the gaps in which a load would be hidden.
+
+Owns running means, updated online; promises no more than a measured past. Called by the scheduler, which
+prefetches only into gaps, and printed by `Calendar.table`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+SMOOTHING = 0.1  # weight of a new measurement: a change of machine load shows within about ten calls
+
+
+@dataclass(slots=True)
+class _Mean:
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        weight = max(SMOOTHING, 1.0 / (self.count + 1))
+        self.value += weight * (value - self.value)
+        self.count += 1
+
+
+class Calendar:
+    """Measured milliseconds by layer: `compute` of a call's experts by row count, `between` two MoE layers, loads.
+
+    Args:
+        layers: number of MoE layers.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._compute = [[_Mean() for _ in range(_BUCKETS)] for _ in range(layers)]
+        self._between = [_Mean() for _ in range(layers)]
+        self._load_ms_per_byte = _Mean()
+        self._lock = threading.Lock()  # loads are recorded from loader threads
+
+    def record_compute(self, layer: int, rows: int, seconds: float) -> None:
+        """One expert of `layer` computed `rows` rows."""
+        self._compute[layer][_bucket(rows)].add(seconds * 1e3)
+
+    def record_between(self, layer: int, seconds: float) -> None:
+        """Time from the end of `layer`'s experts to the start of the next layer's."""
+        self._between[layer].add(seconds * 1e3)
+
+    def record_load(self, nbytes: int, seconds: float) -> None:
+        """One expert of `nbytes` loaded; a load of no bytes says nothing about the disk."""
+        if nbytes:
+            with self._lock:
+                self._load_ms_per_byte.add(seconds * 1e3 / nbytes)
+
+    def seed_compute(self, layer: int, rows: int, milliseconds: float) -> None:
+        """Take a timing from a profile of the same hardware as a first measurement."""
+        if np.isfinite(milliseconds) and milliseconds > 0:
+            self._compute[layer][_bucket(rows)].add(milliseconds)
+
+    def compute_ms(self, layer: int, rows: int) -> float:
+        """Expected time of one expert with `rows` rows, 0 where never measured."""
+        return self._compute[layer][_bucket(rows)].value
+
+    def load_ms(self, nbytes: int) -> float:
+        """Expected time to load `nbytes`, 0 where never measured."""
+        return self._load_ms_per_byte.value * nbytes
+
+    def gap_ms(self, layer: int, experts: int, rows: int) -> float:
+        """Time until the next MoE layer asks for its experts, when `experts` of `layer` with `rows` rows still run."""
+        return self._between[layer].value + experts * self.compute_ms(layer, rows)
+
+    def table(self) -> list[dict[str, float]]:
+        """One row for each layer: mean compute time of one expert by row count, time to the next layer, in ms."""
+        rows = []
+        for layer, means in enumerate(self._compute):
+            row = {"layer": float(layer), "between_ms": round(self._between[layer].value, 4)}
+            for bucket, mean in enumerate(means):
+                if mean.count:
+                    row[f"compute_ms_rows_{1 << bucket}"] = round(mean.value, 4)
+            rows.append(row)
+        return rows
+
+
+_BUCKETS = 16  # row counts 1, 2-3, 4-7, ... up to 32,768 and more
+
+
+def _bucket(rows: int) -> int:
+    return min(max(rows, 1).bit_length() - 1, _BUCKETS - 1)

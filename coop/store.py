@@ -1,0 +1,259 @@
+"""ExpertStore: read-only bytes of experts, and the slots they are read into.
+
+Owns the open files of a checkpoint (or the live weights of a training model); promises that a slot holds
+exactly the expert asked for when `load` returns, or that `load` raises. Called by the prefetcher's threads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from coop.adapters.transformers import ExpertsModule
+from coop.errors import StoreError
+from coop.ids import ExpertId
+from coop.layout import LayerLayout, Layout, Piece
+
+PAGE = (
+    4096  # O_DIRECT wants offset, length and memory aligned to the device's block; a page covers all in use
+)
+RETRY_SECONDS = 0.01
+MergeAdapter = Callable[[ExpertId, dict[str, torch.Tensor]], None]
+
+
+class Slot:
+    """Memory for one expert: `buffer` uint8 [slot_bytes], `weights` views into it by parameter name."""
+
+    __slots__ = ("buffer", "nbytes", "weights")
+
+    def __init__(self, buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
+        self.buffer, self.weights, self.nbytes = buffer, weights, buffer.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One MoE layer in numbers; slots of layers with the same `kind` are interchangeable."""
+
+    num_experts: int
+    top_k: int
+    slot_bytes: int
+    kind: int
+
+
+class Store(Protocol):
+    """What residency and the prefetcher ask of a source of experts."""
+
+    @property
+    def geometry(self) -> tuple[LayerGeometry, ...]:
+        """One entry for each MoE layer."""
+
+    def new_slot(self, layer: int) -> Slot:
+        """An empty slot for an expert of `layer`."""
+
+    def load(self, expert: ExpertId, slot: Slot) -> int:
+        """Fill `slot` with `expert`; returns the bytes read. Raises StoreError."""
+
+    def disk_order(self, expert: ExpertId) -> tuple[str, int]:
+        """Sort key of where the expert lies."""
+
+    def close(self) -> None:
+        """Give back files and memory."""
+
+
+class ExpertStore:
+    """Experts of a Hub-layout checkpoint, read in place by positional reads that bypass the page cache.
+
+    Args:
+        layout: where each expert lies.
+        merge_adapter: applied to a slot's weights after its bytes have arrived (LoRA on experts), or None.
+    """
+
+    def __init__(self, layout: Layout, merge_adapter: MergeAdapter | None = None) -> None:
+        self.layout = layout
+        self._merge_adapter = merge_adapter
+        self._files: dict[Path, DirectFile] = {}
+        try:
+            for path in {p.path for layer in layout.layers for e in layer.pieces for p in e}:
+                self._files[path] = DirectFile(path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def geometry(self) -> tuple[LayerGeometry, ...]:
+        """One entry for each MoE layer."""
+        kinds = [layer.fields for layer in self.layout.layers]
+        return tuple(
+            LayerGeometry(len(layer.pieces), layer.top_k, layer.slot_bytes, kinds.index(layer.fields))
+            for layer in self.layout.layers
+        )
+
+    def new_slot(self, layer: int) -> Slot:
+        """An empty slot; the allocator aligns it to 64 bytes, and so does the layout every field in it."""
+        geometry = self.layout.layers[layer]
+        buffer = torch.empty(geometry.slot_bytes, dtype=torch.uint8)
+        return Slot(buffer, _views(geometry, buffer, self.layout.dtype))
+
+    def load(self, expert: ExpertId, slot: Slot) -> int:
+        """Read every piece of `expert` into `slot`, one read for each contiguous run; returns the bytes read."""
+        nbytes = 0
+        for run in _contiguous_runs(self.layout.layers[expert.layer].pieces[expert.expert]):
+            start, end = run[0].offset, run[-1].offset + run[-1].nbytes
+            data = self._files[run[0].path].read(start, end - start, run[0].tensor)
+            for piece in run:
+                _place(piece, data[piece.offset - start : piece.offset - start + piece.nbytes], slot)
+            nbytes += end - start
+        if self._merge_adapter is not None:
+            self._merge_adapter(expert, slot.weights)
+        return nbytes
+
+    def disk_order(self, expert: ExpertId) -> tuple[str, int]:
+        """Sort key of where the expert lies."""
+        return self.layout.disk_order(expert)
+
+    def close(self) -> None:
+        """Close every shard."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class ModuleStore:
+    """Experts of a live model: a slot is a view of the module's own weights, so loading copies nothing."""
+
+    def __init__(self, experts: Sequence[ExpertsModule]) -> None:
+        self._experts = list(experts)
+
+    @property
+    def geometry(self) -> tuple[LayerGeometry, ...]:
+        """One entry for each MoE layer."""
+        return tuple(
+            LayerGeometry(
+                e.num_experts, e.top_k, sum(s.nbytes for s in self._stacks(e).values()) // e.num_experts, i
+            )
+            for i, e in enumerate(self._experts)
+        )
+
+    @staticmethod
+    def _stacks(experts: ExpertsModule) -> dict[str, torch.Tensor]:
+        return {name: getattr(experts.module, name) for name in experts.parameters}
+
+    def new_slot(self, layer: int) -> Slot:
+        """A slot without memory of its own."""
+        return Slot(torch.empty(0, dtype=torch.uint8), {})
+
+    def load(self, expert: ExpertId, slot: Slot) -> int:
+        """Point the slot at the expert's rows of each stack."""
+        stacks = self._stacks(self._experts[expert.layer])
+        slot.weights = {name: stack.detach()[expert.expert] for name, stack in stacks.items()}
+        return 0
+
+    def disk_order(self, expert: ExpertId) -> tuple[str, int]:
+        """Memory has no order."""
+        return ("", expert.expert)
+
+    def close(self) -> None:
+        """The model owns its weights."""
+
+
+class DirectFile:
+    """One shard, open for positional reads; O_DIRECT where the file system has it, else dropped from the cache.
+
+    Each thread reads through a page-aligned buffer of its own. A file that changed since it was opened is
+    refused at the next read: weights of two versions must never mix.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_direct = True
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC)
+            self.is_direct = hasattr(os, "O_DIRECT")
+        except OSError:
+            self._fd, self.is_direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+        self._stamp = self._current_stamp()
+        self._local = threading.local()
+
+    def _current_stamp(self) -> tuple[int, int, int]:
+        status = os.fstat(self._fd)
+        return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def read(self, offset: int, nbytes: int, tensor: str) -> memoryview:
+        """`nbytes` at `offset`; the view is valid until this thread's next read. Raises StoreError."""
+        if self._current_stamp() != self._stamp:
+            raise StoreError(self.path, tensor, "the file changed since start; start again with the new file")
+        first = offset - offset % PAGE
+        window = self._window(-(-(offset + nbytes - first) // PAGE) * PAGE)
+        try:
+            self._fill(window, first, offset + nbytes - first, tensor)
+        except OSError:
+            time.sleep(RETRY_SECONDS)  # one retry: a transient EIO must not lose a request
+            try:
+                self._fill(window, first, offset + nbytes - first, tensor)
+            except OSError as exc:
+                raise StoreError(self.path, tensor, f"cannot be read: {exc.strerror}") from exc
+        if not self.is_direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, first, len(window), os.POSIX_FADV_DONTNEED)
+        return window[offset - first : offset - first + nbytes]
+
+    def _window(self, nbytes: int) -> memoryview:
+        held: mmap.mmap | None = getattr(self._local, "buffer", None)
+        if held is None or len(held) < nbytes:
+            held = self._local.buffer = mmap.mmap(-1, nbytes)
+        return memoryview(held)[:nbytes]
+
+    def _fill(self, window: memoryview, first: int, wanted: int, tensor: str) -> None:
+        done = 0
+        while done < wanted:
+            # a direct read resumes on a page boundary; no progress means that the file has ended
+            at = done - done % PAGE if self.is_direct else done
+            count = os.preadv(self._fd, [window[at:]], first + at)
+            if at + count <= done:
+                raise StoreError(self.path, tensor, f"ends at byte {first + done}, {first + wanted} needed")
+            done = at + count
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
+
+
+def _views(geometry: LayerLayout, buffer: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    views = {}
+    for field in geometry.fields:
+        count = 1
+        for extent in field.shape:
+            count *= extent
+        part = buffer[field.offset : field.offset + count * dtype.itemsize]
+        views[field.name] = part.view(dtype).view(field.shape)
+    return views
+
+
+def _contiguous_runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Pieces in file order, grouped where one begins at the byte the last one ended."""
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.path == piece.path and last.offset + last.nbytes == piece.offset:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _place(piece: Piece, data: memoryview, slot: Slot) -> None:
+    """Copy a piece's bytes into its block of the slot, cast and transposed as the model wants it."""
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if raw.data_ptr() % piece.dtype.itemsize:
+        raw = raw.clone()
+    block = raw.view(piece.dtype).view(piece.shape)
+    if piece.is_transposed:
+        block = block.transpose(0, 1)
+    slot.weights[piece.parameter].narrow(piece.dim, piece.start, block.shape[piece.dim]).copy_(block)
