@@ -89,6 +89,7 @@ class Residency:
         with self.changed:
             assert self._leases[expert] > 0, f"{expert} released more often than leased"
             self._leases[expert] -= 1
+            self._settle()
             self.changed.notify_all()
 
     def reserve(self, expert: ExpertId, is_speculative: bool) -> Slot | None:
@@ -124,6 +125,7 @@ class Residency:
         with self.changed:
             assert self._state[expert] == State.LOADING, f"{expert} published but not loading"
             self._state[expert] = State.RESIDENT
+            self._settle()
             self.changed.notify_all()
 
     def abandon(self, expert: ExpertId) -> None:
@@ -131,6 +133,7 @@ class Residency:
         with self.changed:
             assert self._state[expert] == State.LOADING, f"{expert} abandoned but not loading"
             self._vacate(expert)
+            self._settle()
             self.changed.notify_all()
 
     def evict(self, expert: ExpertId) -> None:
@@ -143,12 +146,11 @@ class Residency:
     def resize(self, budget_bytes: int) -> None:
         """Change the budget; shrinking evicts the least likely unleased experts at once.
 
-        Leased experts stay until released; `reserve` then shrinks further before it grows.
+        Leased experts and loads under way stay until they are released or arrive, and go then.
         """
         with self.changed:
             self.budget_bytes = budget_bytes
-            while self.used_bytes > budget_bytes and self._shrink_once():
-                pass
+            self._settle()
             self.changed.notify_all()
 
     def reset_peak(self) -> None:
@@ -207,6 +209,11 @@ class Residency:
 
     def _evictable(self) -> np.ndarray:
         return (self._state == State.RESIDENT) & (self._leases == 0)
+
+    def _settle(self) -> None:
+        """Come down to a budget that was lowered, as far as leases and loads allow."""
+        while self.used_bytes > self.budget_bytes and self._shrink_once():
+            pass
 
     def _shrink_once(self) -> bool:
         if self._drop_free_slot(other_than=-1):

@@ -1,0 +1,258 @@
+"""Scheduler and its parts: data flow, ring, forecast, calendar, loader threads, warm-up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import coop
+from coop.adapters.transformers import find_experts
+from coop.calendar import Calendar
+from coop.dataflow import combine, gather
+from coop.errors import ClosedError, PrefetchError, RoutingError, StoreError
+from coop.forecast import Forecast
+from coop.ids import ExpertId
+from coop.ring import CACHE_LINE, RingBuffer
+from coop.scheduler import Scheduler
+from coop.strategy import get_strategy
+from tests.families import build_family
+
+IDS = torch.arange(3, 43)[None]
+
+
+# data flow
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 99))
+@settings(deadline=None)
+def test_combine_undoes_gather(tokens: int, top_k: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 8, generator=generator)
+    ids = torch.stack([torch.randperm(6, generator=generator)[:top_k] for _ in range(tokens)])
+    weights = torch.rand(tokens, top_k, generator=generator)
+    gathered = gather(0, hidden, ids.numpy(), 6)
+    assert sum(unit.rows for unit in gathered.units) == tokens * top_k
+    got = combine(gathered.rows, gathered, weights, torch.float32)
+    assert torch.allclose(got, hidden * weights.sum(1, keepdim=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [-1, 6, 2**40])
+def test_an_expert_outside_the_layer_is_refused_before_any_index(bad: int) -> None:
+    with pytest.raises(RoutingError, match=f"layer 3: the router chose expert {bad} of 6"):
+        gather(3, torch.zeros(1, 8), np.array([[0, bad]]), 6)
+
+
+def test_an_expert_chosen_twice_by_one_token_is_summed_twice(tmp_path: Path) -> None:
+    model = build_family(tmp_path, "mixtral")
+    scheduler = Scheduler.for_modules(find_experts(model))
+    hidden, half = torch.randn(1, 32), torch.tensor([[0.5, 0.5]])
+    twice = scheduler.execute(0, hidden, torch.tensor([[3, 3]]), half)
+    once = scheduler.execute(0, hidden, torch.tensor([[3]]), torch.tensor([[1.0]]))
+    assert torch.allclose(twice, once, atol=1e-6)
+
+
+def test_a_call_without_tokens_returns_none(tmp_path: Path) -> None:
+    scheduler = Scheduler.for_modules(find_experts(build_family(tmp_path, "mixtral")))
+    empty = torch.zeros(0, 2, dtype=torch.int64)
+    assert scheduler.execute(0, torch.zeros(0, 32), empty, empty.float()).shape == (0, 32)
+
+
+# ring
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40), st.booleans()), max_size=40))
+@settings(deadline=None)
+def test_ring_segments_begin_on_a_cache_line_and_never_overlap(steps: list[tuple[int, int, bool]]) -> None:
+    ring, live = RingBuffer(2000), []
+    for rows, width, pops in steps:
+        if pops and live:
+            ring.pop()
+            live.pop(0)
+        segment = ring.push(rows, width, torch.float32)
+        assert segment.shape == (rows, width)
+        assert all(row.data_ptr() % CACHE_LINE == 0 for row in segment)
+        segment.fill_(len(live) + 1.0)
+        live.append((segment, len(live) + 1.0))
+        assert ring.used_bytes <= ring.capacity_bytes
+    marks = [(segment.unique().tolist(), mark) for segment, mark in live]
+    assert all(values == [mark] for values, mark in marks)
+
+
+def test_a_segment_larger_than_the_ring_is_served_and_counted() -> None:
+    ring = RingBuffer(128)
+    assert ring.push(100, 100, torch.float32).shape == (100, 100)
+    assert ring.overflows == 1
+    assert ring.fill == 0.0
+
+
+# forecast and calendar
+
+
+def test_the_forecast_prefers_what_was_used_lately_and_sums_to_top_k() -> None:
+    forecast = Forecast(1, 4, get_strategy("Balanced"))
+    for _ in range(400):
+        forecast.observe(0, np.array([[0, 1]]))
+    assert forecast.likelihood.sum() == pytest.approx(2.0, abs=1e-3)
+    for _ in range(20):
+        forecast.observe(0, np.array([[2, 3]]))
+    assert forecast.likelihood[0, 0] > 0.3
+    for _ in range(40):
+        forecast.observe(0, np.array([[2, 3]]))
+    assert set(forecast.rank(0)[:2]) == {2, 3}
+
+
+def test_a_prompt_in_one_call_teaches_the_same_as_its_tokens_one_by_one() -> None:
+    tokens = np.random.default_rng(0).integers(0, 6, (50, 2))
+    whole, single = (Forecast(1, 6, get_strategy("Balanced")) for _ in range(2))
+    whole.observe(0, tokens)
+    for token in tokens:
+        single.observe(0, token[None])
+    # a token that chooses an expert twice counts it once when it is alone, as no router does
+    distinct = tokens[tokens[:, 0] != tokens[:, 1]]
+    whole, single = (Forecast(1, 6, get_strategy("Balanced")) for _ in range(2))
+    whole.observe(0, distinct)
+    for token in distinct:
+        single.observe(0, token[None])
+    assert np.allclose(whole.likelihood, single.likelihood)
+
+
+def test_the_calendar_follows_a_change_of_speed_and_tells_the_gap() -> None:
+    calendar = Calendar(2)
+    for _ in range(50):
+        calendar.record_compute(0, 1, 0.001)
+        calendar.record_between(0, 0.002)
+        calendar.record_load(1000, 0.005)
+    assert calendar.gap_ms(0, 2, 1) == pytest.approx(4.0)
+    assert calendar.load_ms(2000) == pytest.approx(10.0)
+    for _ in range(60):
+        calendar.record_load(1000, 0.001)
+    assert calendar.load_ms(1000) == pytest.approx(1.0, rel=0.05)
+    assert calendar.table()[0]["compute_ms_rows_1"] == pytest.approx(1.0)
+
+
+# loader threads
+
+
+def test_an_error_in_a_loader_thread_reaches_the_call_that_waits_and_the_next_call_works(
+    tmp_path: Path,
+) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="30%", prefetch=False) as runtime:
+        store, real = runtime.scheduler._store, runtime.scheduler._store.load
+        expected = runtime.model(input_ids=IDS).logits
+
+        def broken(expert: ExpertId, slot: Any) -> int:
+            raise StoreError("shard", "w1", "is gone")
+
+        store.load = broken  # type: ignore[method-assign]
+        with pytest.raises(StoreError, match="is gone"):
+            runtime.model(input_ids=IDS)
+        assert runtime.scheduler.wait_idle(5)
+        assert runtime.scheduler.residency.leased() == 0
+        store.load = real  # type: ignore[method-assign]
+        assert torch.equal(expected, runtime.model(input_ids=IDS).logits)
+
+
+def test_a_foreign_exception_in_a_loader_is_wrapped_with_the_expert(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="30%", prefetch=False) as runtime:
+
+        def broken(expert: ExpertId, slot: Any) -> int:
+            raise ValueError("bits")
+
+        runtime.scheduler._store.load = broken  # type: ignore[method-assign]
+        with pytest.raises(PrefetchError, match=r"loading ExpertId.* failed: bits"):
+            runtime.model(input_ids=IDS)
+
+
+def test_a_failed_guess_is_counted_and_changes_no_token(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="100%") as runtime:
+        expected = runtime.model(input_ids=IDS).logits
+    with coop.attach(tmp_path, budget="100%") as runtime:
+        real = runtime.scheduler._store.load
+        failed: set[ExpertId] = set()
+
+        def flaky(expert: ExpertId, slot: Any) -> int:
+            if (
+                threading.current_thread().name.startswith("coop")
+                and expert.layer == 2
+                and expert not in failed
+            ):
+                failed.add(expert)
+                raise OSError("transient")
+            return real(expert, slot)
+
+        runtime.scheduler._store.load = flaky  # type: ignore[method-assign]
+        runtime.scheduler._prefetcher.seed([ExpertId(2, e) for e in range(8)])
+        assert runtime.scheduler.wait_idle(5)
+        assert runtime.scheduler.loads["speculative_failed"] == 8
+        assert torch.equal(expected, runtime.model(input_ids=IDS).logits)
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    runtime = coop.attach(tmp_path, budget="100%")
+    release = threading.Event()
+
+    def hangs(expert: ExpertId, slot: Any) -> int:
+        release.wait(30)
+        return 0
+
+    runtime.scheduler._store.load = hangs  # type: ignore[method-assign]
+    runtime.scheduler._prefetcher.seed([ExpertId(0, 0)])
+    time.sleep(0.05)
+    began = time.monotonic()
+    runtime.close()
+    assert time.monotonic() - began < 10
+    release.set()
+
+
+def test_a_closed_runtime_refuses_to_run_and_closes_twice_in_peace(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    before = threading.active_count()
+    runtime = coop.attach(tmp_path, budget="100%")
+    runtime.close()
+    runtime.close()
+    assert threading.active_count() == before
+    with pytest.raises(ClosedError, match="attach again"):
+        runtime.model(input_ids=IDS)
+
+
+# warm-up
+
+
+def test_the_warm_up_times_every_expert_and_touches_no_random_state(tmp_path: Path) -> None:
+    for family in ("mixtral", "gpt_oss", "nemotron_h"):
+        model = build_family(tmp_path / family, family)
+        before = torch.get_rng_state()
+        report = Scheduler.for_modules(find_experts(model)).warmup(row_counts=(1, 4), repeats=1)
+        assert torch.equal(before, torch.get_rng_state())
+        layers = len(find_experts(model))
+        assert report.compute_ms.shape == (layers, 8, 2)
+        assert (report.compute_ms > 0).all()
+        assert report.experts_done == layers * 8
+
+
+def test_a_warm_up_out_of_time_leaves_the_rest_unmeasured(tmp_path: Path) -> None:
+    model = build_family(tmp_path, "mixtral")
+    report = Scheduler.for_modules(find_experts(model)).warmup(row_counts=(1,), repeats=1, max_seconds=0.0)
+    assert report.experts_done == 0
+    assert np.isnan(report.compute_ms).all()
+
+
+def test_the_warm_up_runs_through_the_disk_runtime_within_its_budget(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="20%") as runtime:
+        report = runtime.scheduler.warmup(row_counts=(1,), repeats=1)
+        assert report.experts_done == 24
+        assert runtime.stats().resident_bytes_max <= runtime.plan.budget_bytes
+        assert runtime.scheduler.residency.leased() == 0
