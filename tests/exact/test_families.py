@@ -56,9 +56,11 @@ def test_logits_have_the_same_bits_at_every_budget_with_and_without_prefetch(
     with coop.attach(tmp_path, budget="100%") as runtime:
         smallest = runtime.plan.smallest_bytes
         resident = all_logits(runtime.model, 1, PROMPT_TOKENS, NEW_TOKENS)
-    # one rounding of the dtype at the scale of the logits; bfloat16 may flip a greedy token after the prompt
-    scale = plain[0].abs().max()
-    assert (plain[0] - resident[0]).abs().max() <= 4 * torch.finfo(dtype).eps * scale
+    # a few roundings at the scale of the logits, one for each sum on the way; only the prompt is compared,
+    # because a rounding may flip a greedy token after it
+    roundings = 16 if dtype == torch.float32 else 4
+    error, scale = (plain[0] - resident[0]).abs().max(), plain[0].abs().max()
+    assert error <= roundings * torch.finfo(dtype).eps * scale
     for budget in (smallest, "25%", "50%"):
         for has_prefetch in (True, False):
             with coop.attach(tmp_path, budget=budget, prefetch=has_prefetch) as runtime:

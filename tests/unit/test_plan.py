@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,8 @@ def test_other_budgets_are_refused_with_the_forms_that_work(text: str) -> None:
 
 @given(st.text(max_size=30))
 def test_no_text_makes_the_budget_parser_fail_otherwise(text: str) -> None:
-    try:
+    with contextlib.suppress(BudgetError):
         assert parse_budget(text, 1000, 777) >= 0
-    except BudgetError:
-        pass
 
 
 @pytest.mark.parametrize(
