@@ -9,6 +9,8 @@ CoopError
 ├── RecipeError       a recipe or an override that is not valid
 ├── DataError         training data that cannot be used
 ├── RoutingError      a router that asked for an expert that does not exist
+├── NumberError       logits that are not finite numbers
+├── RequestError      a request that cannot be run as asked
 ├── PrefetchError     a loader thread died or did not answer in time
 └── ClosedError       a call on a runtime that has been closed
 
@@ -62,6 +64,14 @@ class DataError(CoopError):
 
 class RoutingError(CoopError):
     """An expert index outside the layer."""
+
+
+class NumberError(CoopError):
+    """Logits that are NaN or infinite: no token can be picked from them."""
+
+
+class RequestError(CoopError):
+    """A request that cannot be run as asked, with what to change."""
 
 
 class PrefetchError(CoopError):

@@ -11,6 +11,7 @@ PEFT's layout of a stacked parameter with E experts and rank r: lora_A [r * E, i
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,9 @@ def merge_dense_adapter(model: nn.Module, folder: Path) -> nn.Module:
         p for p in config.get("target_parameters") or [] if not _names_experts(p)
     ] or None
     settings.inference_mode = True
-    with tempfile.TemporaryDirectory(prefix="coop-adapter-") as place:
+    with tempfile.TemporaryDirectory(prefix="coop-adapter-") as place, warnings.catch_warnings():
+        # PEFT 0.21 reads transformers properties by names that are on their way out
+        warnings.simplefilter("ignore", FutureWarning)
         settings.save_pretrained(place)
         save_file(tensors, Path(place) / ADAPTER_WEIGHTS)
         wrapped: Any = PeftModel.from_pretrained(model, place, config=settings)
