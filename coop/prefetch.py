@@ -1,8 +1,8 @@
 """Prefetcher: loads experts early, and the experts that are waited for first.
 
 Owns its threads and two queues; promises that a demand load is never behind a guess in the queue, that a
-guess takes no slot until its read begins, and that an error in a thread reaches the next caller. Called by
-the scheduler. With `threads=0` demand loads run in the caller and guesses are refused.
+guess takes no slot until its read begins, and that an error in a thread reaches who waits for the expert.
+Called by the scheduler. With `threads=0` demand loads run in the caller and guesses are refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class Prefetcher:
         self._demands: deque[tuple[ExpertId, Slot]] = deque()
         self._wishes: deque[ExpertId] = deque(maxlen=MAX_WISHES)
         self._seeds: deque[ExpertId] = deque(maxlen=MAX_WISHES)
-        self._errors: dict[ExpertId, BaseException] = {}
         self._wake = threading.Condition()
         self._is_closed = False
         self._busy = 0
@@ -89,11 +88,6 @@ class Prefetcher:
             self._seeds.clear()
             self._seeds.extend(experts)
             self._wake.notify_all()
-
-    def take_error(self, expert: ExpertId) -> BaseException | None:
-        """The error that ended the demand load of `expert`, once."""
-        with self._wake:
-            return self._errors.pop(expert, None)
 
     def check_alive(self) -> None:
         """Raise PrefetchError if a loader thread has died."""
@@ -162,7 +156,10 @@ class Prefetcher:
         try:
             nbytes = self._store.load(expert, slot)
         except Exception as exc:
-            self._fail(expert, exc, is_speculative)
+            with self._wake:
+                self.counters.speculative_failed += is_speculative
+            if not self._is_closed:
+                self._residency.abandon(expert, exc)
             return
         with self._wake:
             self.counters.bytes_read += nbytes
@@ -171,11 +168,3 @@ class Prefetcher:
         self._on_load(expert, nbytes, time.perf_counter() - start)
         if not self._is_closed:
             self._residency.publish(expert)
-
-    def _fail(self, expert: ExpertId, exc: Exception, is_speculative: bool) -> None:
-        """A guess that failed is dropped; somebody may hold it by now, so the error is kept for both kinds."""
-        with self._wake:
-            self.counters.speculative_failed += is_speculative
-            self._errors[expert] = exc
-        if not self._is_closed:
-            self._residency.abandon(expert)

@@ -60,6 +60,7 @@ class Residency:
         self._leases = np.zeros(shape, dtype=np.int32)
         self._slots: dict[ExpertId, Slot] = {}
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)  # by kind
+        self._failures: dict[ExpertId, BaseException] = {}
         self._is_closed = False
 
     def lease(self, expert: ExpertId) -> Slot | None:
@@ -103,6 +104,7 @@ class Residency:
                 return None
             if not self._make_room(expert, is_speculative):
                 return None
+            self._failures.pop(expert, None)
             slot = self._take_slot(expert.layer)
             self._slots[expert] = slot
             self._state[expert] = State.LOADING
@@ -128,13 +130,19 @@ class Residency:
             self._settle()
             self.changed.notify_all()
 
-    def abandon(self, expert: ExpertId) -> None:
-        """The load failed: the slot is free again. Who leased the expert still releases it."""
+    def abandon(self, expert: ExpertId, error: BaseException) -> None:
+        """The load failed: the slot is free again. Who leased the expert finds `failure` and still releases it."""
         with self.changed:
             assert self._state[expert] == State.LOADING, f"{expert} abandoned but not loading"
             self._vacate(expert)
+            self._failures[expert] = error
             self._settle()
             self.changed.notify_all()
+
+    def failure(self, expert: ExpertId) -> BaseException | None:
+        """Why the last load of an expert failed; None once it is being loaded again."""
+        with self.changed:
+            return self._failures.get(expert)
 
     def evict(self, expert: ExpertId) -> None:
         """Free a resident, unleased expert's slot; weights are read-only, so nothing is copied back."""
@@ -178,6 +186,7 @@ class Residency:
             self._is_closed = True
             self._slots.clear()
             self._free.clear()
+            self._failures.clear()
             self._state[:] = State.ABSENT
             self._leases[:] = 0
             self.used_bytes = 0

@@ -318,7 +318,7 @@ class Scheduler:
     def _raise_load_errors(self, outstanding: Sequence[CTU]) -> None:
         """A loader's exception belongs to the call that waits for its expert."""
         for unit in outstanding:
-            error = self._prefetcher.take_error(unit.expert)
+            error = self.residency.failure(unit.expert)
             if error is None:
                 continue
             if isinstance(error, CoopError):

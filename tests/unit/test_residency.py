@@ -61,7 +61,8 @@ class ResidencyMachine(RuleBasedStateMachine):
     def finish_load(self, data: st.DataObject, is_good: bool) -> None:
         expert = data.draw(st.sampled_from(sorted(self.loading)))
         del self.loading[expert]
-        self.residency.publish(expert) if is_good else self.residency.abandon(expert)
+        self.residency.publish(expert) if is_good else self.residency.abandon(expert, OSError())
+        assert (self.residency.failure(expert) is None) == is_good
 
     @rule(expert=EXPERTS)
     def lease(self, expert: ExpertId) -> None:
