@@ -1,0 +1,97 @@
+"""The training command as a user starts it: exit statuses, messages, and a launch of two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coop.profile import Profile
+from tests.train.tiny import write_recipe
+from train.finetune import main, parse_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "train" / "finetune.py")
+
+
+def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": ""}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_script_runs_from_any_folder_and_says_what_comes_next(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    process = start(SCRIPT, str(recipe), "train.steps=2", cwd=tmp_path)
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, shown
+    assert "eval loss" in shown and f"python -m infer.generate --ckpt {tmp_path / 'out'}" in shown
+    assert (tmp_path / "out" / "coop_profile.safetensors").is_file()
+
+
+def test_two_processes_count_every_token_once(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", SCRIPT]
+    process = start(
+        *launch, str(recipe), "train.steps=null", "train.epochs=1", "train.batch_size=1", cwd=ROOT
+    )
+    shown, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, shown
+    assert "2 processes" in shown and "train.jsonl: 24 rows, 930 tokens" in shown
+    profile = Profile.load(tmp_path / "out")
+    assert profile.step == 12
+    assert profile.train_tokens_prompt + profile.train_tokens_answer == 930
+
+
+def test_stopped_run_exits_with_130_and_says_how_to_go_on(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    process = start(SCRIPT, str(recipe), "train.steps=100000", cwd=tmp_path)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, _ = process.communicate(timeout=60)
+    shown = "".join(lines) + rest
+    assert process.returncode == 130, shown
+    assert (
+        f"train/finetune.py {tmp_path / 'out' / 'recipe.yaml'} --resume" in shown and "Traceback" not in shown
+    )
+
+
+def test_bad_recipe_exits_with_2_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path)
+    assert main([str(recipe), "train.stepz=3"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "did you mean `train.steps`" in message
+
+
+def test_config_is_printed_with_overrides_applied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_recipe(tmp_path)), "--print-config", "train.steps=7"]) == 0
+    assert "steps: 7\n" in capsys.readouterr().out
+
+
+def test_options_and_overrides_may_come_in_any_order() -> None:
+    args = parse_arguments(["a.yaml", "x=1", "--dry-run", "y=2"])
+    assert args.overrides == ["x=1", "y=2"] and args.dry_run
+    args = parse_arguments(["a.yaml", "--resume", "x=1"])
+    assert args.overrides == ["x=1"] and args.resume == ""
+    assert parse_arguments(["a.yaml", "--resume", "out/checkpoint-2"]).resume == "out/checkpoint-2"
+
+
+def test_resume_and_overwrite_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(["a.yaml", "--resume", "--overwrite"])
+    assert "exclude each other" in capsys.readouterr().err

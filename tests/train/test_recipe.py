@@ -1,0 +1,142 @@
+"""Recipe: what is accepted, and that every fault is said at once with its place and the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coop.errors import RecipeError
+from train.recipe import load_recipe, to_markdown, walk_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = """\
+output: out
+model: {path: models/tiny-moe}
+data: {train: train.jsonl, eval: eval.jsonl}
+train:
+  steps: 10
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    assert recipe.tune.groups == ["attention", "experts"] and recipe.logging.wandb.mode == "offline"
+
+
+def test_resolved_recipe_is_read_back_as_the_same(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL), ["train.learning_rate=1e-4", "tune.groups=[attention]"])
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "1E-4"])
+def test_every_spelling_of_a_number_is_a_number(tmp_path: Path, text: str) -> None:
+    assert load_recipe(write(tmp_path, MINIMAL), [f"train.learning_rate={text}"]).train.learning_rate == 1e-4
+
+
+def test_all_errors_are_listed_with_file_line_and_nearest_name(tmp_path: Path) -> None:
+    text = MINIMAL + "  learning_rat: 1\n  batch_size: two\ncoop:\n  warmups: {}\n"
+    path = write(tmp_path, text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    message = str(caught.value)
+    assert "3 errors" in message
+    assert f"{path}:6: unknown key `train.learning_rat`; did you mean `train.learning_rate`?" in message
+    assert f"{path}:7: `train.batch_size` is 'two': input should be a valid integer" in message
+    assert f"{path}:9: unknown key `coop.warmups`; did you mean `coop.warmup`?" in message
+
+
+def test_error_of_an_override_names_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"'train.step=3' on the command line: unknown key .* `train.steps`"
+    ):
+        load_recipe(write(tmp_path, MINIMAL), ["train.step=3"])
+
+
+def test_key_of_another_section_is_suggested_where_it_belongs(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"did you mean `train\.learning_rate`"):
+        load_recipe(write(tmp_path, MINIMAL), ["learning_rate=3"])
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.epochs=1", "exactly one of train.steps and train.epochs"),
+        ("train.steps=null", "exactly one of train.steps and train.epochs"),
+        ("tune.lora.dropout=0.1", "must be 0 when experts are in tune.groups"),
+        ("tune.groups=[other]", "needs tune.method=full"),
+        ("tune.groups=[experts,gate]", "`tune.groups.1` is 'gate': input should be 'attention'"),
+        ("coop.warmup.row_counts=[8,1]", "must rise"),
+        ("data.eval=null", "coop.profile.refresh_rows: needs data.eval"),
+        ("train.seed=true", "valid integer"),
+        ("logging.wandb.mode=maybe", "'offline', 'online' or 'disabled'"),
+        ("model=3", "`model` is 3"),
+        ("model.path=null", "`model.path` is None"),
+    ],
+)
+def test_coupled_rules_and_wrong_values_are_refused(tmp_path: Path, override: str, reason: str) -> None:
+    with pytest.raises(RecipeError, match=reason):
+        load_recipe(write(tmp_path, MINIMAL), [override])
+
+
+def test_dropout_is_accepted_where_peft_can_drop(tmp_path: Path) -> None:
+    overrides = ["tune.lora.dropout=0.1", "tune.groups=[attention]"]
+    assert load_recipe(write(tmp_path, MINIMAL), overrides).tune.lora.dropout == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [1", "not valid YAML"),
+        ("- a\n- b\n", "not a recipe"),
+        ("output: a\noutput: b\n", r":2: not valid YAML: key 'output' appears twice"),
+        ("", "not a recipe"),
+    ],
+)
+def test_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(RecipeError, match=reason):
+        load_recipe(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3"])
+def test_malformed_override_is_explained(tmp_path: Path, override: str) -> None:
+    with pytest.raises(RecipeError, match=r"write key.sub=value"):
+        load_recipe(write(tmp_path, MINIMAL), [override])
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"nothing\.yaml: No such file"):
+        load_recipe(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "tiny.yaml"])
+def test_recipes_of_the_project_are_valid(name: str) -> None:
+    load_recipe(ROOT / "recipes" / name)
+
+
+def test_demo_recipe_spells_out_every_key() -> None:
+    text = (ROOT / "recipes" / "demo.yaml").read_text()
+    one_of_two = {"train.epochs"}
+    missing = [
+        key for key, _, _ in walk_keys() if key not in one_of_two and f"{key.split('.')[-1]}:" not in text
+    ]
+    assert missing == []
+
+
+def test_documentation_is_generated_from_the_schema() -> None:
+    assert (ROOT / "docs" / "recipes.md").read_text() == to_markdown(), (
+        "run: python -m train.recipe --markdown > docs/recipes.md"
+    )
+
+
+def test_digest_ignores_what_does_not_decide_the_weights(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    base = load_recipe(path).digest
+    assert load_recipe(path, ["logging.every_steps=9", "output=b"]).digest == base
+    assert load_recipe(path, ["train.learning_rate=0.5"]).digest != base

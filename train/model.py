@@ -1,0 +1,231 @@
+"""Model: loads what is tuned, finds the weights of each group, and makes exactly those trainable.
+
+Owns the groups (attention, experts, shared_experts, router, other); promises that a group that is asked for and
+matches nothing is refused. `train.finetune` calls it, for a dry run with a model on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from coop.adapters.transformers import build_on_meta, find_experts
+from coop.errors import CheckpointError, CoopError, RecipeError
+
+if TYPE_CHECKING:
+    from train.recipe import Recipe, TuneSection
+
+GROUPS = ("attention", "experts", "shared_experts", "router", "other")
+_LORA_PREFIXES = ("base_model.model.",)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTargets:
+    """What PEFT is told: linear modules, and stacked parameters, by name suffix where that is unambiguous."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """Parameters of one group: how many there are, and how many are trained."""
+
+    group: str
+    total: int
+    trainable: int
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer beside the model. Raises CheckpointError if it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(f"{recipe.model.path}: no tokenizer can be loaded: {_first_line(exc)}") from exc
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(recipe: Recipe) -> Any:
+    """The model's config. Raises CheckpointError saying what is missing and what to do."""
+    from transformers import AutoConfig
+
+    path = recipe.model.path
+    if _looks_local(path) and not Path(path, "config.json").is_file():
+        raise CheckpointError(f"model.path: {path} holds no config.json: make or download the model first")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(f"model.path: {path}: {_first_line(exc)}") from exc
+
+
+def load_model(recipe: Recipe) -> nn.Module:
+    """The model with weights, in the recipe's type and implementations."""
+    from transformers import AutoModelForCausalLM
+
+    load_config(recipe)
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            recipe.model.path,
+            dtype=getattr(torch, recipe.model.dtype),
+            experts_implementation=recipe.model.experts,
+            attn_implementation=recipe.model.attention,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, ImportError) as exc:
+        raise CheckpointError(f"model.path: {recipe.model.path}: {_first_line(exc)}") from exc
+    return model
+
+
+def load_skeleton(recipe: Recipe) -> nn.Module:
+    """The model without weights, for a dry run."""
+    return build_on_meta(load_config(recipe))
+
+
+def is_local(recipe: Recipe) -> bool:
+    """Whether the model is a folder here, so that nothing needs the network."""
+    return Path(recipe.model.path).is_dir()
+
+
+def _looks_local(path: str) -> bool:
+    return (
+        Path(path).exists()
+        or path.startswith((".", "/", "~"))
+        or path.count("/") != 1
+        or path.startswith("models/")
+    )
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0][:200]
+
+
+class Groups:
+    """Which group each weight of a model belongs to. Build it before PEFT wraps the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._experts = tuple(entry.name for entry in find_experts(model))
+        blocks = [name.rpartition(".")[0] for name in self._experts]
+        self._routers = tuple(f"{block}.{router}" for block in blocks for router in ("gate", "router"))
+        self._attention = tuple(name for name, m in model.named_modules() if "Attention" in type(m).__name__)
+
+    def of(self, name: str) -> str:
+        """The group of a module or parameter, by its name in the model or in a PEFT model around it."""
+        for prefix in _LORA_PREFIXES:
+            name = name.removeprefix(prefix)
+        name = name.replace(".base_layer", "")
+        if _is_under(name, self._experts):
+            return "experts"
+        if _is_under(name, self._routers):
+            return "router"
+        parts = name.split(".")
+        if any(part in ("shared_expert", "shared_experts", "shared_mlp") for part in parts):
+            return "shared_experts"
+        return "attention" if _is_under(name, self._attention) else "other"
+
+
+def _is_under(name: str, parents: Iterable[str]) -> bool:
+    return any(name == parent or name.startswith(parent + ".") for parent in parents)
+
+
+def find_targets(model: nn.Module, wanted: Sequence[str]) -> LoraTargets:
+    """Where LoRA goes for the groups `wanted`. Raises RecipeError for a group that matches nothing."""
+    groups = Groups(model)
+    chosen = {
+        name: groups.of(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and groups.of(name) in wanted
+    }
+    # PEFT rewrites modules named like experts of older checkpoints (gate_proj, up_proj, down_proj) to the
+    # stacked experts, which shared experts are not; it leaves parameters alone
+    modules = {name: group for name, group in chosen.items() if group != "shared_experts"}
+    parameters = {f"{name}.weight": group for name, group in chosen.items() if group == "shared_experts"}
+    for entry in find_experts(model):
+        for parameter in entry.parameters if "experts" in wanted else ():
+            if not parameter.endswith("_bias"):
+                parameters[f"{entry.name}.{parameter}"] = "experts"
+    for name, weight in model.named_parameters():
+        is_router = groups.of(name) == "router" and weight.ndim == 2
+        if is_router and "router" in wanted and name.rpartition(".")[0] not in modules:
+            parameters[name] = "router"
+    found = set(modules.values()) | set(parameters.values())
+    _refuse_empty(model, [group for group in wanted if group not in found])
+    every_linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    every_parameter = [name for name, _ in model.named_parameters()]
+    return LoraTargets(
+        shortest_suffixes(modules, every_linear, 1), shortest_suffixes(parameters, every_parameter, 3)
+    )
+
+
+def _refuse_empty(model: nn.Module, empty: list[str]) -> None:
+    if empty:
+        raise RecipeError(f"tune.groups: {', '.join(empty)} matches nothing in {type(model).__name__}")
+
+
+def shortest_suffixes(chosen: Iterable[str], every: Sequence[str], parts: int) -> tuple[str, ...]:
+    """The last `parts` parts of the chosen names if they choose nothing else, else the whole names."""
+    names = list(chosen)
+    short = sorted({".".join(name.split(".")[-parts:]) for name in names})
+    matched = [name for name in every if any(name == s or name.endswith("." + s) for s in short)]
+    return tuple(short) if len(matched) == len(names) else tuple(names)
+
+
+def make_trainable(model: nn.Module, tune: TuneSection, base_path: str) -> nn.Module:
+    """The model with exactly the groups of the recipe trainable; a PeftModel for LoRA. Raises RecipeError."""
+    if tune.method == "full":
+        return _unfreeze(model, tune.groups)
+    from peft import LoraConfig, get_peft_model
+
+    targets = find_targets(model, tune.groups)
+    config = LoraConfig(
+        r=tune.lora.r,
+        lora_alpha=tune.lora.alpha,
+        lora_dropout=tune.lora.dropout,
+        target_modules=list(targets.modules),
+        target_parameters=list(targets.parameters) or None,
+        base_model_name_or_path=base_path,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except (ValueError, RuntimeError) as exc:
+        raise RecipeError(f"tune: PEFT refuses these targets: {_first_line(exc)}") from exc
+
+
+def _unfreeze(model: nn.Module, wanted: Sequence[str]) -> nn.Module:
+    groups = Groups(model)
+    found = set()
+    for name, parameter in model.named_parameters():
+        group = groups.of(name)
+        found.add(group)
+        parameter.requires_grad_(group in wanted)
+    _refuse_empty(model, [group for group in wanted if group not in found])
+    return model
+
+
+def group_sizes(model: nn.Module, groups: Groups) -> list[GroupSize]:
+    """Parameters by group, all groups that exist, adapters included."""
+    totals, trainable = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
+    for name, parameter in model.named_parameters():
+        group = groups.of(name)
+        totals[group] += parameter.numel()
+        trainable[group] += parameter.numel() if parameter.requires_grad else 0
+    return [GroupSize(group, totals[group], trainable[group]) for group in GROUPS if totals[group]]
+
+
+def check_trainable(sizes: list[GroupSize], wanted: Sequence[str]) -> None:
+    """Assert that exactly the wanted groups are trained; anything else is a library that ignored its targets."""
+    trained = {size.group for size in sizes if size.trainable}
+    if trained != set(wanted):
+        raise CoopError(
+            f"asked to train {sorted(wanted)}, but the libraries made {sorted(trained)} trainable"
+        )
