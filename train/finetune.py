@@ -87,6 +87,9 @@ def prepare_environment(model_path: str) -> None:
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        if "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+            # `accelerate launch` gives every process one thread unless it is told otherwise
+            torch.set_num_threads(share_of_cores())
     if Path(model_path).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -94,6 +97,12 @@ def prepare_environment(model_path: str) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="peft|trl|transformers|torch")
+
+
+def share_of_cores() -> int:
+    """The cores that each process of this machine may compute on: all of them, divided among the processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -147,7 +147,7 @@ class WarmupSection(Section):
         default=[1, 8, 64], description="token rows of the virtual tasks, rising"
     )
     repeats: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=3, description="runs of each task; the fastest counts"
+        default=3, description="runs of each task; the fastest of all warm-ups counts"
     )
     max_seconds: Annotated[float, Field(gt=0)] = Field(
         default=5.0, description="a warm-up stops after this long"

@@ -84,7 +84,9 @@ def render_summary(summary: dict[str, Any], output: Path) -> str:
             f"{balance['experts/unused']:.0f} unused, hottest half takes "
             f"{100 * balance['experts/hottest_half_share']:.1f}% of the uses"
         )
-        lines.append(f"profile {summary['profile']}; it cost {summary['profile_seconds']:.2f} s of training")
+        cost = summary["profile_seconds"]
+        share = 100 * cost / summary["phases"]["training"]
+        lines.append(f"profile {summary['profile']}; it cost {cost:.2f} s, {share:.1f}% of training")
     if summary["wandb"]:
         lines.append(f"W&B {summary['wandb']}")
     lines.append(f"report {output / 'report.png'}")

@@ -12,7 +12,7 @@ import pytest
 
 from coop.profile import Profile
 from tests.train.tiny import write_recipe
-from train.finetune import main, parse_arguments
+from train.finetune import main, parse_arguments, share_of_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train" / "finetune.py")
@@ -95,3 +95,13 @@ def test_resume_and_overwrite_exclude_each_other(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(["a.yaml", "--resume", "--overwrite"])
     assert "exclude each other" in capsys.readouterr().err
+
+
+def test_processes_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert share_of_cores() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert share_of_cores() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert share_of_cores() == 1
