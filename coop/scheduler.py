@@ -364,16 +364,13 @@ class Scheduler:
         self, expert: ExpertId, row_counts: Sequence[int], repeats: int, compute_ms: np.ndarray
     ) -> None:
         slot = self._lease_now(expert)
+        module, weight = self._module(expert.layer), slot.weights["down_proj"]
+        like = {"dtype": weight.dtype, "device": weight.device}
         try:
-            width = _input_width(self._module(expert.layer), slot)
-            dtype = slot.weights["down_proj"].dtype
             for index, count in enumerate(row_counts):
-                rows = torch.ones(count, width, dtype=dtype)
-                out = self._ring.push(count, _output_width(self._module(expert.layer), slot), dtype)
-                try:
-                    best = self._fastest(CTU(expert, 0, count, 0.0), slot, rows, out, repeats)
-                finally:
-                    self._ring.pop()
+                rows = torch.ones(count, _input_width(module, slot), **like)  # type: ignore[call-overload]
+                out = torch.empty(count, _output_width(module, slot), **like)  # type: ignore[call-overload]
+                best = self._fastest(CTU(expert, 0, count, 0.0), slot, rows, out, repeats)
                 compute_ms[expert.layer, expert.expert, index] = best * 1e3
                 self.calendar.record_compute(expert.layer, count, best)
         finally:
@@ -385,6 +382,8 @@ class Scheduler:
         for _ in range(max(1, repeats)):
             began = time.perf_counter()
             self._compute(unit, slot, rows, out)
+            if out.device.type != "cpu":
+                torch.accelerator.synchronize(out.device)  # a launched kernel is not a finished one
             best = min(best, time.perf_counter() - began)
         return best
 

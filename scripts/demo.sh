@@ -17,8 +17,9 @@ launch=(accelerate launch --num_processes 1 --num_machines 1 --mixed_precision n
 fine_tune() {
     if [ -f "$run/summary.json" ]; then
         echo "$run is finished; delete it to train again" >&2
-    elif compgen -G "$run/checkpoint-*" >/dev/null; then
-        "${launch[@]}" train/finetune.py recipes/demo.yaml --resume
+    elif compgen -G "$run/checkpoint-*" >/dev/null &&
+        "${launch[@]}" train/finetune.py recipes/demo.yaml --resume; then
+        return
     elif [ -e "$run" ]; then
         "${launch[@]}" train/finetune.py recipes/demo.yaml --overwrite
     else

@@ -122,7 +122,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     if tokenizer is None:
         return ""
     digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{index}:{token}\n".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
