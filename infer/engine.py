@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from coop.errors import CheckpointError, NumberError, RequestError
 
@@ -234,6 +234,7 @@ def generate(
     take new_tokens x vocabulary x 4 bytes.
     """
     streamer = TimedStreamer(tokenizer, emit)
+    _forget_defaults(model)
     if not sampling.is_greedy:
         torch.manual_seed(sampling.seed)
     on_device = {name: tensor.to(model.device) for name, tensor in inputs.items()}
@@ -261,6 +262,16 @@ def generate(
         logits=logits,
         is_interrupted=is_interrupted,
     )
+
+
+def _forget_defaults(model: Any) -> None:
+    """Keep the special tokens of the checkpoint's generation config and nothing else of it.
+
+    transformers fills what a call leaves open from there: bans, penalties or stop strings of its author's.
+    """
+    before = model.generation_config
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    model.generation_config = GenerationConfig(**{name: getattr(before, name, None) for name in names})
 
 
 def first_difference(one: Generation, other: Generation) -> str:

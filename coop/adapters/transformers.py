@@ -198,32 +198,56 @@ def model_class(config: Any) -> type[nn.Module]:
 
 
 def build_on_meta(config: Any) -> nn.Module:
-    """The whole model with every weight on the meta device: shapes and names, no memory."""
-    with torch.device("meta"):
-        return model_class(config)(config)
+    """The whole model with every weight on the meta device: shapes and names, no memory.
+
+    Raises CheckpointError for a config that its own model class cannot be built from.
+    """
+    model = model_class(config)
+    try:
+        with torch.device("meta"):
+            return model(config)
+    except Exception as exc:  # a stranger's config can make a model class raise anything
+        raise CheckpointError(
+            f"the config does not describe a {config.model_type} model: {type(exc).__name__}: {str(exc)[:200]}"
+        ) from exc
 
 
 def load_without_experts(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """The model of a Hub-layout folder with dense weights loaded and expert weights absent.
 
     transformers loads it: conversion, tying, buffers and generation config are its own. Keys of expert
-    tensors are unexpected to the pruned class, so their bytes are never read.
+    tensors are unexpected to the pruned class, so their bytes are never read. CheckpointError for dense
+    weights that are missing or of another shape, where transformers would go on with random ones.
     """
     register()
-    pruned = _without_experts(model_class(config))
-    model = pruned.from_pretrained(  # type: ignore[attr-defined]
-        folder,
-        config=config,
-        dtype=dtype,
-        experts_implementation=IMPLEMENTATION,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if left:
-        raise CheckpointError(f"{folder}: weights missing for {left[0]} and {len(left) - 1} more")
+    pruned: Any = _without_experts(model_class(config))
+    try:
+        model, report = pruned.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            experts_implementation=IMPLEMENTATION,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (RuntimeError, ValueError, TypeError, OSError) as exc:
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise CheckpointError(f"{folder}: transformers cannot load it: {reason[:200]}") from exc
+    _refuse_gaps(folder, model, report)
     return model.eval()
+
+
+def _refuse_gaps(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    bad = [*sorted(report["missing_keys"]), *meta]
+    bad += [str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]]
+    bad += [str(item) for item in report["error_msgs"]]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise CheckpointError(f"{folder}: no weights that fit for {bad[0]}{more}; the checkpoint is damaged")
 
 
 def _without_experts(cls: type[nn.Module]) -> type[nn.Module]:

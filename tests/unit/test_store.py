@@ -148,6 +148,30 @@ def test_a_dense_model_is_refused_by_its_class(tmp_path: Path) -> None:
         coop.attach(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["model.norm.weight", "q_proj", "lm_head", "gate.weight"])
+def test_dense_weights_that_are_missing_are_refused_not_made_up(part: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    build_family(tmp_path, "mixtral")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(n for n in tensors if part in n)
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="no weights that fit for"):
+        coop.attach(tmp_path)
+
+
+def test_a_dense_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    build_family(tmp_path, "mixtral")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(7)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="norm"):
+        coop.attach(tmp_path)
+
+
 def test_experts_in_an_unreadable_dtype_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
