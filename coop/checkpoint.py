@@ -20,6 +20,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_EXPERTS = 65_535
 MAX_LAYERS = 1_000
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_HARMLESS = ("_name_or_path", "_attn_implementation_autoset", "_commit_hash")
+_BUILT_IN = (None, "eager", "sdpa", "flash_attention_2", "flex_attention", "grouped_mm", "batched_mm")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -63,13 +65,11 @@ def check_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json", CheckpointError)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / 'config.json'} names no model_type")
-    if "auto_map" in config:
-        raise CheckpointError(f"{folder}: the config asks for code from the model's author; coop runs none")
-    private = next((key for key in config if key.startswith("_") and key != "_name_or_path"), "")
-    if private:
-        raise CheckpointError(f"{folder}: the config sets the private key {private[:60]!r}")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        _check_asks_for_nothing(folder, part)
     if config.get("quantization_config"):
-        method = str(config["quantization_config"].get("quant_method", "unknown"))[:40]
+        settings = config["quantization_config"]
+        method = str(settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings)[:40]
         raise CheckpointError(
             f"{folder} is quantised ({method}); coop serves BF16, F16 and F32 experts: dequantise it first "
             "(from_pretrained with the quantiser's dequantize option, then save_pretrained)"
@@ -77,6 +77,20 @@ def check_config(folder: Path) -> dict[str, Any]:
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     _check_sizes(folder, text or config)
     return config
+
+
+def _check_asks_for_nothing(folder: Path, config: dict[str, Any]) -> None:
+    """No code, no kernels from a hub, no private switches: a config describes a model and nothing else."""
+    if "auto_map" in config:
+        raise CheckpointError(f"{folder}: the config asks for code from the model's author; coop runs none")
+    private = next((key for key in config if key.startswith("_") and key not in _HARMLESS), "")
+    if private:
+        raise CheckpointError(f"{folder}: the config sets the private key {private[:60]!r}")
+    for key in ("attn_implementation", "experts_implementation"):
+        if config.get(key) not in _BUILT_IN:
+            raise CheckpointError(
+                f"{folder}: {key} is {str(config[key])[:60]!r}, not one that transformers has"
+            )
 
 
 def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
@@ -92,9 +106,9 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
         if not isinstance(experts, int) or not 0 < experts <= MAX_EXPERTS:
             raise CheckpointError(f"{folder}: {key} is {experts!r}, not a number from 1 to {MAX_EXPERTS}")
         top_k = config.get("num_experts_per_tok")
-        if isinstance(top_k, int) and not 0 < top_k <= experts:
+        if top_k is not None and (type(top_k) is not int or not 0 < top_k <= experts):
             raise CheckpointError(
-                f"{folder}: {top_k} experts per token of {experts}; the config is not of a model"
+                f"{folder}: {top_k!r} experts per token of {experts}; the config is not of a model"
             )
 
 

@@ -44,6 +44,8 @@ class Plan:
     has_prefetch: bool
     seed_bytes: int
     ring_bytes: int
+    reader_bytes: int
+    adapter_bytes: int
     loader_threads: int
 
     @classmethod
@@ -59,16 +61,22 @@ class Plan:
         kv_cache_bytes: int,
         max_context: int,
         row_bytes: int,
+        window_bytes: int = 0,
+        adapter_bytes: int = 0,
         has_prefetch: bool = True,
     ) -> Plan:
         """Turn a budget into every number; BudgetError says what is wrong and the smallest budget that runs.
 
         `dense_bytes` are already in memory; `kv_cache_bytes` will be at `max_context` tokens; `row_bytes` is
-        one output row of an expert.
+        one output row of an expert; `window_bytes` the largest read; `adapter_bytes` the factors of an adapter
+        that are merged into experts as they are loaded.
         """
         expert_bytes = sum(layer.slot_bytes * layer.num_experts for layer in geometry)
         smallest, cycle = smallest_bytes(geometry), cycle_bytes(geometry)
-        free_bytes = max(0, topology.memory_available_bytes - kv_cache_bytes)
+        if max_context < 1:
+            raise BudgetError(f"max_context is {max_context}: plan for at least one token")
+        reader_bytes = LOADER_THREADS * window_bytes
+        free_bytes = max(0, topology.memory_available_bytes - kv_cache_bytes - reader_bytes)
         wanted = parse_budget(budget, expert_bytes, int(free_bytes * strategy.auto_share))
         _check_budget(str(budget), wanted, geometry, smallest)
         used = min(wanted, expert_bytes)
@@ -85,6 +93,8 @@ class Plan:
             has_prefetch=has_prefetch,
             seed_bytes=int(used * strategy.seed_share) if has_prefetch and profile is not None else 0,
             ring_bytes=_ring_bytes(geometry, profile, row_bytes),
+            reader_bytes=reader_bytes,
+            adapter_bytes=adapter_bytes,
             loader_threads=LOADER_THREADS,
         )
 
@@ -112,7 +122,8 @@ class Plan:
             f"experts ({share:.0%}); one token uses {format_bytes(self.cycle_bytes)}",
             f"beside it: dense weights {format_bytes(self.dense_bytes)}, "
             f"KV cache {format_bytes(self.kv_cache_bytes)} at {self.max_context} tokens, "
-            f"ring {format_bytes(self.ring_bytes)}",
+            f"adapter {format_bytes(self.adapter_bytes)}, ring {format_bytes(self.ring_bytes)}, "
+            f"read buffers {format_bytes(self.reader_bytes)}",
             f"strategy {self.strategy.name}: prefetch {guesses}, "
             f"{format_bytes(self.seed_bytes)} seeded from the profile, {self.loader_threads} loader threads",
         ]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from coop.errors import ClosedError, PrefetchError
+from coop.errors import ClosedError, CoopError, PrefetchError
 from coop.ids import ExpertId
 from coop.residency import Residency
 from coop.store import Slot, Store
@@ -144,8 +144,8 @@ class Prefetcher:
     def _load_guess(self, expert: ExpertId) -> None:
         try:
             slot = self._residency.reserve(expert, is_speculative=True)
-        except ClosedError:
-            return
+        except CoopError:  # closed, or no memory: a guess is never a reason to fail
+            slot = None
         if slot is None:
             self.counters.speculative_refused += 1
             return

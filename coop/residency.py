@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from coop.errors import ClosedError
+from coop.errors import BudgetError, ClosedError
 from coop.ids import ExpertId
 from coop.policy import may_displace, pick_victim
 from coop.store import LayerGeometry, Slot
@@ -154,9 +154,12 @@ class Residency:
     def resize(self, budget_bytes: int) -> None:
         """Change the budget; shrinking evicts the least likely unleased experts at once.
 
-        Leased experts and loads under way stay until they are released or arrive, and go then.
+        Leased experts and loads under way stay until they are released or arrive, and go then. BudgetError for
+        a budget that holds no expert of some layer.
         """
         with self.changed:
+            if budget_bytes < max(self._slot_bytes):
+                raise BudgetError(f"budget {budget_bytes}: one expert needs {max(self._slot_bytes)} bytes")
             self.budget_bytes = budget_bytes
             self._settle()
             self.changed.notify_all()
@@ -246,9 +249,15 @@ class Residency:
         free = self._free[self._kind[layer]]
         if free:
             return free.pop()
+        try:
+            slot = self._new_slot(layer)
+        except (RuntimeError, MemoryError) as exc:
+            raise BudgetError(
+                f"no memory for an expert of {self._slot_bytes[layer]} bytes: lower the budget"
+            ) from exc
         self.used_bytes += self._slot_bytes[layer]
         self.used_bytes_max = max(self.used_bytes_max, self.used_bytes)
-        return self._new_slot(layer)
+        return slot
 
     def _vacate(self, expert: ExpertId) -> None:
         slot = self._slots.pop(expert)

@@ -124,6 +124,9 @@ class Scheduler:
         """Switch to another preset, in force from the next call. CoopError for an unknown name."""
         self.strategy = get_strategy(name)
         self.forecast.set_strategy(self.strategy)
+        if self.strategy.prefetch_experts == 0:
+            self._prefetcher.wish([])
+            self._prefetcher.seed([])
 
     @torch.no_grad()
     def execute(
@@ -135,8 +138,7 @@ class Scheduler:
         Raises RoutingError, StoreError, PrefetchError, ClosedError; a failed call leaves no lease behind.
         """
         with self._call_lock:
-            if self._is_closed:
-                raise ClosedError("the runtime is closed; attach again to go on")
+            self._check_open()
             self._begin_call(layer)
             if hidden.shape[0] == 0:
                 return torch.empty_like(hidden)
@@ -187,15 +189,21 @@ class Scheduler:
 
     def close(self) -> None:
         """Stop the threads, free the slots, close the files. Safe to call twice."""
-        with self._call_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if self._is_closed:
+            return
+        self._is_closed = True  # a call that waits for a load sees it and gives up
+        with self.residency.changed:
+            self.residency.changed.notify_all()
         self._prefetcher.close()
-        self.residency.close()
-        self._store.close()
+        with self._call_lock:
+            self.residency.close()
+            self._store.close()
 
     # the parts of a call, in order
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the runtime is closed; attach again to go on")
 
     def _begin_call(self, layer: int) -> None:
         self.counters.calls += 1
@@ -248,8 +256,16 @@ class Scheduler:
                 without_room.append(unit)
                 continue
             leased.add(unit.expert)
-            self._prefetcher.demand(unit.expert, slot)
+            self._demand(unit.expert, slot)
         return without_room
+
+    def _demand(self, expert: ExpertId, slot: Slot) -> None:
+        """Hand a reservation to the loaders; whatever comes between, even Ctrl-C, must not leave it behind."""
+        try:
+            self._prefetcher.demand(expert, slot)
+        except BaseException as exc:
+            self.residency.abandon(expert, exc)
+            raise
 
     def _prefetch(self, layer: int, gathered: Gathered) -> None:
         """L3: name the experts that the next layer will likely want, as many as the gap before it can hide."""
@@ -300,6 +316,7 @@ class Scheduler:
                 ready = [unit for unit in outstanding if self.residency.held(unit.expert)]
                 if ready:
                     break
+                self._check_open()
                 self._raise_load_errors(outstanding)
                 if pending and self._has_room_for(pending):
                     break

@@ -69,11 +69,14 @@ def read_checkpoint_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The weight files of a folder: the index's shards, or the single file."""
-    if (folder / INDEX_NAME).exists():
-        return _indexed_paths(folder)
+    """The weight files of a folder: the single file, or the index's shards.
+
+    The order is transformers' own, which loads the dense part: both must read the same files.
+    """
     if (folder / SINGLE_NAME).exists():
         return [contained_file(folder, SINGLE_NAME, CheckpointError)]
+    if (folder / INDEX_NAME).exists():
+        return _indexed_paths(folder)
     other = next((p.name for p in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))), "")
     if other:
         raise CheckpointError(f"{folder} holds {other}: coop reads safetensors only")

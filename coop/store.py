@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +26,16 @@ PAGE = (
     4096  # O_DIRECT wants offset, length and memory aligned to the device's block; a page covers all in use
 )
 RETRY_SECONDS = 0.01
-MergeAdapter = Callable[[ExpertId, dict[str, torch.Tensor]], None]
+
+
+class MergeAdapter(Protocol):
+    """Adds an adapter's update to an expert's weights, in place."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it holds."""
+
+    def __call__(self, expert: ExpertId, weights: dict[str, torch.Tensor]) -> None: ...
 
 
 class Slot:
@@ -114,6 +123,17 @@ class ExpertStore:
         if self._merge_adapter is not None:
             self._merge_adapter(expert, slot.weights)
         return nbytes
+
+    @property
+    def window_bytes(self) -> int:
+        """The largest read: every loader thread keeps a buffer of this size."""
+        runs = (run for layer in self.layout.layers for e in layer.pieces for run in _contiguous_runs(e))
+        return max(run[-1].offset + run[-1].nbytes - run[0].offset for run in runs) + 2 * PAGE
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory of the adapter's factors."""
+        return self._merge_adapter.nbytes if self._merge_adapter is not None else 0
 
     def disk_order(self, expert: ExpertId) -> tuple[str, int]:
         """Sort key of where the expert lies."""

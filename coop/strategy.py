@@ -79,6 +79,6 @@ def get_strategy(name: str) -> Strategy:
     """The preset of that name; CoopError with the nearest name otherwise."""
     if name in STRATEGIES:
         return STRATEGIES[name]
-    near = difflib.get_close_matches(name, STRATEGIES, 1, 0.3)
+    near = difflib.get_close_matches(str(name), STRATEGIES, 1, 0.3)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise CoopError(f"strategy {name!r} is none of {', '.join(STRATEGIES)}{hint}")

@@ -269,9 +269,13 @@ def _forget_defaults(model: Any) -> None:
 
     transformers fills what a call leaves open from there: bans, penalties or stop strings of its author's.
     """
-    before = model.generation_config
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    model.generation_config = GenerationConfig(**{name: getattr(before, name, None) for name in names})
+    kept = {name: getattr(model.generation_config, name, None) for name in names}
+    for name, value in kept.items():
+        ids = value if isinstance(value, list) else [value]
+        if not all(token is None or type(token) is int for token in ids):
+            raise CheckpointError(f"generation_config.json: {name} is {str(value)[:60]!r}, not a token id")
+    model.generation_config = GenerationConfig(**kept)
 
 
 def first_difference(one: Generation, other: Generation) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 EXIT_DIFFERENT, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 MAX_PROMPT_BYTES = 16 * 2**20
 DEFAULT_NEW_TOKENS = 256
+MAX_THREADS = 1024
 DEFAULT_CONTEXT = 4096
 
 EXAMPLES = """\
@@ -121,6 +122,8 @@ def _complaint_about_numbers(options: Options) -> str:
     ):
         if value is not None and value < 1:
             return f"{flag} {value}: pass 1 or more"
+    if options.threads is not None and options.threads > MAX_THREADS:
+        return f"--threads {options.threads}: pass {MAX_THREADS} or fewer"
     if not (math.isfinite(options.temperature) and options.temperature >= 0):
         return f"--temperature {options.temperature}: pass 0 (greedy) or a number above it, such as 0.7"
     if options.top_p is not None and not 0 < options.top_p <= 1:
@@ -493,6 +496,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _detach_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as exc:  # standard output may lead to a full disk
+        print(f"error: {exc.strerror or exc}", file=sys.stderr)
+        _detach_stdout()
+        return EXIT_REFUSED
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from coop.adapters.transformers import (
 )
 from coop.checkpoint import Checkpoint, open_checkpoint
 from coop.errors import CheckpointError, CoopError, ProfileError
-from coop.layout import resolve_layout
+from coop.layout import Layout, resolve_layout
 from coop.plan import Plan
 from coop.profile import PROFILE_NAME, Profile, adapter_digest
 from coop.scheduler import CallCounters, Scheduler
@@ -81,7 +82,8 @@ class Runtime:
         self._hook = model.register_forward_pre_hook(self._note_phase, with_kwargs=True)
 
     def _note_phase(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if tokens is not None:
             self.scheduler.is_prefill = tokens.shape[1] > 1
 
@@ -156,7 +158,7 @@ def attach(
     try:
         model = model_or_path if is_live else _load_dense(checkpoint, config, served)
         experts = find_experts(model)
-        _check_same_experts(experts, [layer.name for layer in store.layout.layers])
+        _check_same_experts(experts, store.layout)
         found, status = _load_profile(checkpoint, model, profile)
         plan = Plan.derive(
             budget,
@@ -168,6 +170,8 @@ def attach(
             kv_cache_bytes=_kv_cache_bytes(config, served, max_context),
             max_context=max_context,
             row_bytes=int(config.hidden_size) * served.itemsize,
+            window_bytes=store.window_bytes,
+            adapter_bytes=store.adapter_bytes,
             has_prefetch=prefetch,
         )
         # from here on nothing is refused: a live model now gives up its expert weights
@@ -222,8 +226,9 @@ def _load_config(weights: Path) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(weights, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as exc:
-        raise CheckpointError(f"{weights / 'config.json'}: {str(exc).splitlines()[0][:200]}") from exc
+    except Exception as exc:  # a stranger's config can make a config class raise anything
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise CheckpointError(f"{weights / 'config.json'}: {reason[:200]}") from exc
     return config.get_text_config(decoder=True)
 
 
@@ -272,23 +277,36 @@ def _quiet_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_same_experts(experts: list[ExpertsModule], names: list[str]) -> None:
-    found = [entry.name for entry in experts]
-    if found != names:
-        raise CheckpointError(f"the model has experts at {found[:2]}, the checkpoint describes {names[:2]}")
+def _check_same_experts(experts: list[ExpertsModule], layout: Layout) -> None:
+    """A live model must be the model that the checkpoint describes, in names, numbers and shapes."""
+    for entry, layer in zip_longest(experts, layout.layers):
+        if entry is None or layer is None or entry.name != layer.name:
+            raise CheckpointError(
+                f"the model has {len(experts)} MoE layers, the checkpoint {len(layout.layers)}, and they differ "
+                f"at {(entry or layer).name}"
+            )
+        shapes = {f.name: f.shape for f in layer.fields}
+        own = {n: p.shape[1:] for n, p in entry.module._parameters.items() if n in shapes and p is not None}
+        same = all(tuple(shape) == shapes[name] for name, shape in own.items())
+        if not same or (entry.num_experts, entry.top_k) != (len(layer.pieces), layer.top_k):
+            raise CheckpointError(
+                f"{entry.name}: the model has {entry.num_experts} experts (top-{entry.top_k}), the checkpoint "
+                f"{len(layer.pieces)} (top-{layer.top_k}) or other shapes"
+            )
 
 
 def _load_profile(
     checkpoint: Checkpoint, model: nn.Module, profile: bool | Profile
 ) -> tuple[Profile | None, str]:
     """The profile to seed from, and what to tell the user about it. A profile is never a reason to fail."""
+    if not isinstance(profile, bool | Profile):
+        raise CoopError(f"profile is True, False or a Profile, not {type(profile).__name__}")
     if profile is False:
         return None, "not used: switched off"
     if profile is True and not (checkpoint.folder / PROFILE_NAME).exists():
         return None, f"none: no {PROFILE_NAME} in {checkpoint.folder}"
     try:
         found = Profile.load(checkpoint.folder) if profile is True else profile
-        assert isinstance(found, Profile)
         # a digest of "" is not compared: the tokenizer is the caller's and may not be loaded here
         found.check(model_identity(model, None, adapter_digest(checkpoint.folder)))
     except ProfileError as exc:

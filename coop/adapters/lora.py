@@ -62,6 +62,11 @@ class ExpertLora:
     def __len__(self) -> int:
         return len(self._factors)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all factors."""
+        return sum(f.lora_a.nbytes + f.lora_b.nbytes for f in self._factors.values())
+
     def __call__(self, expert: ExpertId, weights: dict[str, torch.Tensor]) -> None:
         """Add the expert's update to each adapted weight."""
         for name, weight in weights.items():
@@ -209,7 +214,8 @@ def _rank_and_scaling(config: dict[str, Any], name: str) -> tuple[int, float]:
 
 
 def _pattern(patterns: Any, name: str, default: float) -> float:
-    for key, value in (patterns or {}).items():
-        if name == key or name.endswith(f".{key}"):
-            return float(value)
-    return float(default)
+    """The value of the first pattern that matches `name`; PEFT reads the patterns as regular expressions."""
+    from peft.utils.other import get_pattern_key
+
+    patterns = patterns or {}
+    return float(patterns.get(get_pattern_key(patterns.keys(), name), default))

@@ -106,3 +106,21 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     build_family(tmp_path / "other", "mixtral")
     with pytest.raises(CheckpointError, match="do not fit 8 experts"):
         coop.attach(tmp_path / "adapter", base=tmp_path / "other")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The following rank_pattern keys:RuntimeWarning"
+)  # PEFT applies them all the same
+def test_patterns_of_rank_and_alpha_are_read_as_peft_reads_them(tmp_path: Path) -> None:
+    model = build_family(tmp_path / "base", "mixtral")
+    patterns = {
+        "rank_pattern": {r"layers\.0\.mlp\.experts\.down_proj": 2},
+        "alpha_pattern": {".*experts.*": 64},
+    }
+    wrapped = save_adapter(
+        model, tmp_path / "adapter", target_modules=ATTENTION, target_parameters=EXPERTS, **patterns
+    )
+    expected = all_logits(wrapped.merge_and_unload(), 1, 20, 2)
+    with coop.attach(tmp_path / "adapter", budget="40%") as runtime:
+        got = all_logits(runtime.model, 1, 20, 2)
+    assert (expected[0] - got[0]).abs().max() < 1e-4

@@ -17,7 +17,7 @@ import coop
 from coop.adapters.transformers import find_experts
 from coop.calendar import Calendar
 from coop.dataflow import combine, gather
-from coop.errors import ClosedError, PrefetchError, RoutingError, StoreError
+from coop.errors import BudgetError, ClosedError, PrefetchError, RoutingError, StoreError
 from coop.forecast import Forecast
 from coop.ids import ExpertId
 from coop.ring import CACHE_LINE, RingBuffer
@@ -214,6 +214,82 @@ def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path) -> None:
     runtime.close()
     assert time.monotonic() - began < 10
     release.set()
+
+
+def test_an_interrupt_between_reserving_and_loading_leaves_nothing_behind(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="30%", prefetch=False) as runtime:
+        expected = runtime.model(input_ids=IDS).logits
+        prefetcher, real = runtime.scheduler._prefetcher, runtime.scheduler._prefetcher.demand
+
+        def interrupted(expert: ExpertId, slot: Any) -> None:
+            raise KeyboardInterrupt
+
+        prefetcher.demand = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            runtime.model(input_ids=IDS)
+        prefetcher.demand = real  # type: ignore[method-assign]
+        assert runtime.scheduler.residency.leased() == 0
+        assert torch.equal(expected, runtime.model(input_ids=IDS).logits)
+
+
+def test_closing_ends_a_call_that_waits_in_another_thread(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    runtime = coop.attach(tmp_path, budget="30%", prefetch=False)
+    started, release = threading.Event(), threading.Event()
+    ended: list[BaseException] = []
+
+    def hangs(expert: ExpertId, slot: Any) -> int:
+        started.set()
+        release.wait(30)
+        return 0
+
+    def call() -> None:
+        try:
+            runtime.model(input_ids=IDS)
+        except ClosedError as exc:
+            ended.append(exc)
+
+    runtime.scheduler._store.load = hangs  # type: ignore[method-assign]
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert started.wait(10)
+    runtime.close()
+    caller.join(10)
+    release.set()
+    assert len(ended) == 1
+
+
+def test_memory_that_cannot_be_had_is_a_refused_guess_and_a_named_demand(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="100%") as runtime:
+        residency = runtime.scheduler.residency
+
+        def none_left(layer: int) -> Any:
+            raise RuntimeError("cannot allocate memory")
+
+        real, residency._new_slot = residency._new_slot, none_left
+        with pytest.raises(BudgetError, match="lower the budget"):
+            runtime.model(input_ids=IDS)
+        assert runtime.scheduler.wait_idle(5)
+        assert residency.used_bytes == 0
+        residency._new_slot = real
+        assert runtime.model(input_ids=IDS).logits.isfinite().all()
+
+
+def test_a_budget_below_one_expert_is_refused_while_running_too(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="50%") as runtime, pytest.raises(BudgetError, match="one expert needs"):
+        runtime.scheduler.residency.resize(100)
+
+
+def test_embeddings_in_place_of_ids_are_prefill_too(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="50%", prefetch=False) as runtime:
+        runtime.scheduler.is_prefill = False
+        runtime.model(inputs_embeds=torch.randn(1, 20, 32))
+        assert runtime.stats().misses_prefill > 0
+        assert runtime.stats().misses_decode == 0
 
 
 def test_a_closed_runtime_refuses_to_run_and_closes_twice_in_peace(tmp_path: Path) -> None:

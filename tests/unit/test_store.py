@@ -79,6 +79,27 @@ def test_a_truncated_shard_is_named_before_anything_is_loaded(cut: int, tmp_path
         coop.attach(tmp_path)
 
 
+def test_a_folder_with_both_a_single_file_and_an_index_reads_what_transformers_reads(tmp_path: Path) -> None:
+    reference = build_family(tmp_path / "a", "mixtral")
+    build_family(tmp_path / "b", "mixtral", vocab_size=97)
+    os.link(tmp_path / "b" / "model.safetensors", tmp_path / "a" / "other.safetensors")
+    names = read_header(tmp_path / "b" / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "other.safetensors")}
+    (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
+    ids = torch.arange(3, 23)[None]
+    with coop.attach(tmp_path / "a", budget="50%") as runtime, torch.no_grad():
+        got = runtime.model(input_ids=ids).logits
+    assert torch.allclose(got, reference(input_ids=ids).logits, atol=1e-4)
+
+
+def test_a_live_model_is_not_served_from_another_models_checkpoint(tmp_path: Path) -> None:
+    model = build_family(tmp_path / "a", "mixtral")
+    build_family(tmp_path / "b", "mixtral", num_local_experts=16, intermediate_size=48)
+    with pytest.raises(CheckpointError, match=r"the model has 8 experts .top-2., the checkpoint 16"):
+        coop.attach(model, tmp_path / "b")
+    assert model(input_ids=torch.arange(3, 9)[None]).logits.isfinite().all()
+
+
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         write_safetensors(tmp_path / name, {"x": entry(0, 4, [1])}, b"1234")
@@ -121,6 +142,18 @@ def edit_config(folder: Path, **changes: Any) -> None:
     [
         ({"auto_map": {"AutoModel": "x.Y"}}, "runs none"),
         ({"_attn_implementation_internal": "evil/kernel"}, "private key"),
+        ({"attn_implementation": "evil/kernel"}, "attn_implementation is 'evil/kernel'"),
+        ({"experts_implementation": "evil/kernel"}, "experts_implementation is"),
+        ({"text_config": {"auto_map": {"AutoConfig": "x.Y"}}}, "runs none"),
+        ({"num_experts_per_tok": "2"}, "'2' experts per token"),
+        ({"num_experts_per_tok": 2.5}, "2.5 experts per token"),
+        ({"hidden_size": "x"}, "hidden_size|does not describe"),
+        ({"vocab_size": 10}, "no weights that fit"),
+        ({"hidden_act": "nope"}, "nope|does not describe"),
+        ({"num_attention_heads": 0}, "num_attention_heads|does not describe|no weights"),
+        ({"dtype": "foo"}, "foo"),
+        ({"rope_scaling": 5}, "config.json|does not describe"),
+        ({"quantization_config": "x"}, "quantised .x."),
         ({"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
         ({"num_experts_per_tok": 9}, "9 experts per token of 8"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
