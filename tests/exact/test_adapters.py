@@ -109,7 +109,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:The following rank_pattern keys:RuntimeWarning"
+    "ignore:The following .*_pattern keys:RuntimeWarning"
 )  # PEFT applies them all the same
 def test_patterns_of_rank_and_alpha_are_read_as_peft_reads_them(tmp_path: Path) -> None:
     model = build_family(tmp_path / "base", "mixtral")
