@@ -30,6 +30,7 @@ MAX_SAMPLE_TOKENS = 2048
 _MAX_LAYERS = 1024
 _MAX_EXPERTS = 2**16 - 1
 _MAX_TOKENS = 2**40  # with at most 2**16 experts, no int64 sum below can overflow
+_MAX_NAME = 256
 _METADATA_KEY = "coop"
 
 
@@ -165,11 +166,16 @@ class Profile:
     @staticmethod
     def load(path: Path) -> Profile:
         """The profile in the folder or file `path`. Raises ProfileError naming the file and the reason."""
-        folder, name = (path, PROFILE_NAME) if path.is_dir() else (path.parent, path.name)
-        file = contained_file(folder, name, lambda reason: ProfileError(f"{folder / name}: {reason}"))
         try:
-            return _parse(_read_bounded(file))
-        except ProfileError as exc:
+            folder, name = (path, PROFILE_NAME) if path.is_dir() else (path.parent, path.name)
+            file = contained_file(folder, name, lambda reason: ProfileError(f"{folder / name}: {reason}"))
+            data = _read_bounded(file)
+        except (OSError, RuntimeError, ValueError) as exc:  # pathlib calls a loop of links a RuntimeError
+            reason = exc.strerror if isinstance(exc, OSError) else None
+            raise ProfileError(f"{path}: cannot be read: {reason or exc}"[:400]) from exc
+        try:
+            return _parse(data)
+        except (ProfileError, RecursionError) as exc:
             raise ProfileError(f"{file}: {exc}") from exc
 
 
@@ -186,7 +192,7 @@ def _scalar_fields() -> list[str]:
 def _read_bounded(file: Path) -> bytes:
     size = file.stat().st_size
     if size > MAX_FILE_BYTES:
-        raise ProfileError(f"{size} bytes, more than the limit of {MAX_FILE_BYTES}")
+        raise ProfileError(f"{file}: {size} bytes, more than the limit of {MAX_FILE_BYTES}")
     return file.read_bytes()
 
 
@@ -219,7 +225,7 @@ def _parse_facts(data: bytes) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise ProfileError("not a coop profile: its metadata is not an object")
     version = facts.pop("schema", None)
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise ProfileError(f"schema version {_clip(version)}; this coop reads version {SCHEMA_VERSION}")
     _expect_names("facts", facts, ["identity", *_scalar_fields()])
     kinds: dict[str, Any] = {
@@ -230,7 +236,10 @@ def _parse_facts(data: bytes) -> dict[str, Any]:
     }
     for name, value in facts.items():
         _expect_type(name, value, kinds.get(name, int))
-    facts["warmup_seconds"] = float(facts["warmup_seconds"])
+    try:
+        facts["warmup_seconds"] = float(facts["warmup_seconds"])
+    except OverflowError as exc:
+        raise ProfileError(f"warmup_seconds is {_clip(facts['warmup_seconds'])}") from exc
     return facts
 
 
@@ -263,12 +272,23 @@ def _expect_type(name: str, value: Any, kind: type | tuple[type, ...]) -> None:
 
 
 def _check_identity(identity: ProfileIdentity) -> None:
+    _expect_plain("architecture", identity.architecture)
+    for field in ("router_digest", "adapter_digest", "tokenizer_digest"):
+        _expect_plain(field, getattr(identity, field) or "unknown")
     if not 1 <= len(identity.layers) <= _MAX_LAYERS:
         raise ProfileError(f"{len(identity.layers)} layers, not 1 to {_MAX_LAYERS}")
     if not 1 <= identity.num_experts <= _MAX_EXPERTS:
-        raise ProfileError(f"{identity.num_experts} experts, not 1 to {_MAX_EXPERTS}")
+        raise ProfileError(f"{_clip(identity.num_experts)} experts, not 1 to {_MAX_EXPERTS}")
     if not 1 <= identity.top_k <= identity.num_experts:
-        raise ProfileError(f"{identity.top_k} experts per token of {identity.num_experts}")
+        raise ProfileError(f"{_clip(identity.top_k)} experts per token of {identity.num_experts}")
+    for layer in identity.layers:
+        _expect_plain("the name of a layer", layer)
+
+
+def _expect_plain(what: str, text: str) -> None:
+    """A name that can be printed as it is: not empty, not long, no control characters and no surrogates."""
+    if not (0 < len(text) <= _MAX_NAME and text.isprintable()):
+        raise ProfileError(f"{what} is {text[:80]!a}, not 1 to {_MAX_NAME} printable characters")
 
 
 def _check_arrays(profile: Profile) -> None:
@@ -298,7 +318,7 @@ def _check_counts(profile: Profile) -> None:
     for counts_name, tokens_name in _COUNTS:
         counts, tokens = getattr(profile, counts_name), getattr(profile, tokens_name)
         if not 0 <= tokens <= _MAX_TOKENS:
-            raise ProfileError(f"{tokens_name} is {tokens}, not 0 to {_MAX_TOKENS}")
+            raise ProfileError(f"{tokens_name} is {_clip(tokens)}, not 0 to {_MAX_TOKENS}")
         if (counts < 0).any() or (counts > tokens).any():
             raise ProfileError(
                 f"{counts_name} has an expert used less than never or more than once by a token"
@@ -311,8 +331,9 @@ def _check_counts(profile: Profile) -> None:
 
 
 def _check_values(profile: Profile) -> None:
-    if profile.step < 0:
-        raise ProfileError(f"step is {profile.step}")
+    _expect_plain("fingerprint", profile.fingerprint)
+    if not 0 <= profile.step <= _MAX_TOKENS:
+        raise ProfileError(f"step is {_clip(profile.step)}, not 0 to {_MAX_TOKENS}")
     if not (np.isfinite(profile.warmup_seconds) and profile.warmup_seconds >= 0):
         raise ProfileError(f"warmup_seconds is {profile.warmup_seconds}")
     if not np.isfinite(profile.recent_answer).all() or (profile.recent_answer < 0).any():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coop.errors import CoopError
+from coop.errors import CoopError, RequestError
 from coop.profile import Profile
+
+PICTURE_ENDINGS = (".png", ".jpg", ".pdf", ".svg")
+_BROKEN_PIPE = 141  # what a shell shows for a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,18 +34,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     args = parser.parse_args(argv)
     try:
+        if args.plot:
+            check_picture(args.plot)
         profile = Profile.load(args.dir)
-        print(json.dumps(summarise(profile), indent=1) if args.json else render(profile))
+        text = json.dumps(summarise(profile), indent=1, allow_nan=False) if args.json else render(profile)
+        print(text, flush=True)
         if args.plot:
             plot(profile, args.plot)
             print(f"heat map: {args.plot}", file=sys.stderr)
     except CoopError as exc:
         print(exc, file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # the reader has gone; what is left in the buffer must not be tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except OSError as exc:
-        print(f"{exc.filename}: {exc.strerror}", file=sys.stderr)
+        print(f"{exc.filename or 'output'}: {exc.strerror or exc}", file=sys.stderr)
         return 2
     return 0
+
+
+def check_picture(path: Path) -> None:
+    """Raise RequestError unless `path` can be the name of a picture."""
+    if path.is_dir():
+        raise RequestError(
+            f"{path}: is a folder; name a file for the picture, such as {path / 'profile.png'}"
+        )
+    if path.suffix.lower() not in PICTURE_ENDINGS:
+        raise RequestError(f"{path}: a picture must end in {', '.join(PICTURE_ENDINGS)}")
 
 
 def layer_balance(counts: NDArray[np.int64]) -> list[dict[str, Any]]:
@@ -152,7 +173,7 @@ def _render_timings(facts: dict[str, Any], profile: Profile) -> str:
 
 
 def plot(profile: Profile, path: Path) -> None:
-    """Write a PNG with the heat maps of answer and prompt tokens side by side."""
+    """Write a picture, by the ending of `path`, with the heat maps of answer and prompt tokens side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -11,11 +11,13 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coop.errors import CheckpointError, RecipeError
+from coop.errors import CheckpointError, CoopError, RecipeError
 from coop.files import read_json, write_atomic
 
 MARK_NAME = "coop_checkpoint.json"
@@ -63,6 +65,29 @@ def list_checkpoints(output: Path) -> list[Path]:
     """Checkpoint folders in `output`, newest first."""
     found = [path for path in output.iterdir() if path.is_dir() and _FOLDER.match(path.name)]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+
+
+def describe_newest(output: Path) -> str:
+    """Which checkpoint of `output` is the newest whole one, as a part of a sentence."""
+    folders = list_checkpoints(output) if output.is_dir() else []
+    whole = next((path for path in folders if (path / MARK_NAME).is_file()), None)
+    return f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
+
+
+@contextmanager
+def saving(output: Path, what: Path) -> Iterator[None]:
+    """Turn whatever writing `what` into `output` raises, such as for a full disk, into a CoopError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as exc:
+        reason = (
+            (exc.strerror if isinstance(exc, OSError) else None) or str(exc).strip() or type(exc).__name__
+        )
+        raise CoopError(
+            f"{what}: cannot be saved: {reason.splitlines()[0][:200]}; {describe_newest(output)}"
+        ) from exc
 
 
 def rotate(output: Path, keep: int) -> None:
@@ -113,6 +138,20 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 
 def check_output(output: Path, *, is_resuming: bool, is_overwriting: bool) -> None:
     """Refuse an output folder whose contents would be mixed up or lost. Raises RecipeError saying what to type."""
+    try:
+        _refuse_file(output)
+        _check_contents(output, is_resuming, is_overwriting)
+    except OSError as exc:
+        raise RecipeError(f"output: {exc.filename or output}: {exc.strerror or exc}") from exc
+
+
+def _refuse_file(output: Path) -> None:
+    nearest = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise RecipeError(f"output: {nearest} is not a folder; choose another with output=FOLDER")
+
+
+def _check_contents(output: Path, is_resuming: bool, is_overwriting: bool) -> None:
     if not output.exists() or not any(output.iterdir()):
         if is_resuming:
             raise RecipeError(f"{output}: nothing to resume; start without --resume")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from coop.adapters.transformers import build_on_meta, find_experts
+from coop.adapters.transformers import _refuse_gaps, build_on_meta, find_experts
 from coop.errors import CheckpointError, CoopError, RecipeError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     """The tokenizer beside the model. Raises CheckpointError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
+    _check_folder(recipe.model.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
     except (OSError, ValueError) as exc:
@@ -59,8 +60,7 @@ def load_config(recipe: Recipe) -> Any:
     from transformers import AutoConfig
 
     path = recipe.model.path
-    if _looks_local(path) and not Path(path, "config.json").is_file():
-        raise CheckpointError(f"model.path: {path} holds no config.json: make or download the model first")
+    _check_folder(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as exc:
@@ -68,22 +68,27 @@ def load_config(recipe: Recipe) -> Any:
 
 
 def load_model(recipe: Recipe) -> nn.Module:
-    """The model with weights, in the recipe's type and implementations."""
+    """The model with weights, in the recipe's type and implementations. Raises CheckpointError if any is missing."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     load_config(recipe)
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             recipe.model.path,
             dtype=getattr(torch, recipe.model.dtype),
             experts_implementation=recipe.model.experts,
             attn_implementation=recipe.model.attention,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError) as exc:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as exc:
         raise CheckpointError(f"model.path: {recipe.model.path}: {_first_line(exc)}") from exc
-    return model
+    _refuse_gaps(Path(recipe.model.path), model, report)
+    loaded: nn.Module = model
+    return loaded
 
 
 def load_skeleton(recipe: Recipe) -> nn.Module:
@@ -94,6 +99,11 @@ def load_skeleton(recipe: Recipe) -> nn.Module:
 def is_local(recipe: Recipe) -> bool:
     """Whether the model is a folder here, so that nothing needs the network."""
     return Path(recipe.model.path).is_dir()
+
+
+def _check_folder(path: str) -> None:
+    if _looks_local(path) and not Path(path, "config.json").is_file():
+        raise CheckpointError(f"model.path: {path} holds no config.json: make or download the model first")
 
 
 def _looks_local(path: str) -> bool:

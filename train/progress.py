@@ -7,6 +7,7 @@ a terminal) and tokens/s over training steps only. Trainer calls it, on the main
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from coop.errors import CoopError
+from train.checkpoint import describe_newest, saving
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON; a number that is not finite is null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Metrics:
@@ -27,13 +44,14 @@ class Metrics:
         kept = [r for r in read_metrics(path) if r["step"] <= resume_step] if resume_step else []
         self.records: list[dict[str, Any]] = kept
         self._path = path
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        with saving(path.parent, path):
+            path.write_text("".join(to_json(record) + "\n" for record in kept))
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one record and write it through."""
         self.records.append(record)
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with saving(self._path.parent, self._path), self._path.open("a") as file:
+            file.write(to_json(record) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -49,7 +67,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows loss, tokens/s and time left, and records them.
+    """Shows loss, tokens/s and time left, records them, and stops a run that has diverged with a CoopError.
 
     Args:
         console: where to show it; a live line if it is a terminal, else one plain line for each record.
@@ -116,6 +134,7 @@ class ProgressCallback(TrainerCallback):
     ) -> None:
         """Show and record a training loss or an eval loss."""
         logs = logs or {}
+        refuse_divergence(logs, state.global_step, args)
         if "eval_loss" in logs:
             self._metrics.append({"step": state.global_step, "eval_loss": logs["eval_loss"]})
             self.say(f"step {state.global_step}: eval loss {logs['eval_loss']:.4f}")
@@ -156,3 +175,20 @@ class ProgressCallback(TrainerCallback):
     ) -> None:
         """Close the live line."""
         self.close()
+
+
+def refuse_divergence(logs: dict[str, float], step: int, args: TrainingArguments) -> None:
+    """Raise CoopError, saying what to do, if a loss or a gradient norm is not a finite number."""
+    names = [
+        name for name in ("loss", "eval_loss", "grad_norm") if not math.isfinite(float(logs.get(name, 0.0)))
+    ]
+    if not names:
+        return
+    facts = " and ".join(f"{name} is {float(logs[name])}" for name in names)
+    if step == 0:
+        raise CoopError(f"before training, {facts}: the model or the data give no finite loss")
+    raise CoopError(
+        f"step {step}: {facts}: the training has diverged, nothing was written as its result; lower "
+        f"train.learning_rate (it is {args.learning_rate:g}) and start anew with --overwrite; "
+        f"{describe_newest(Path(args.output_dir))}"
+    )

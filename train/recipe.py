@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
+import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,12 +26,14 @@ MAX_RECIPE_BYTES = 2**20
 Group = Literal["attention", "experts", "shared_experts", "router", "other"]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
 
 
 class Section(BaseModel):
-    """A group of keys; unknown keys and wrong types are refused."""
+    """A group of keys; unknown keys, wrong types, and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -130,7 +133,9 @@ class TrainSection(Section):
     activation_checkpointing: bool = Field(
         default=False, description="compute activations again in backward to save memory"
     )
-    seed: Count = Field(default=0, description="of shuffling, LoRA start values and dropout")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
+        default=0, description="of shuffling, LoRA start values and dropout"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> TrainSection:
@@ -143,8 +148,8 @@ class WarmupSection(Section):
     """The expert warm-up: one virtual task for every expert, timed, without touching the training."""
 
     every_steps: Count = Field(default=100, description="run it every so many optimiser steps; 0: never")
-    row_counts: Annotated[list[Positive], Field(min_length=1, max_length=16)] = Field(
-        default=[1, 8, 64], description="token rows of the virtual tasks, rising"
+    row_counts: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(min_length=1, max_length=16)] = (
+        Field(default=[1, 8, 64], description="token rows of the virtual tasks, rising, at most 16")
     )
     repeats: Annotated[int, Field(ge=1, le=100)] = Field(
         default=3, description="runs of each task; the fastest of all warm-ups counts"
@@ -248,8 +253,8 @@ class Recipe(Section):
         return hashlib.sha256(yaml.safe_dump(deciding, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """The resolved recipe, every key spelled out."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        """The resolved recipe, every key spelled out; `load_recipe` reads it back as the same."""
+        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
@@ -265,14 +270,27 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that `_Loader` would read as something else."""
+
+
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in `path` with `key.sub=value` overrides applied. Raises RecipeError listing every fault."""
-    text = _read(path)
+    try:
+        return _load(path, _read(path), overrides)
+    except RecursionError as exc:
+        raise RecipeError(f"{path}: not a recipe: nested too deeply, or an alias inside itself") from exc
+
+
+def _load(path: Path, text: str, overrides: Sequence[str]) -> Recipe:
     try:
         keys = yaml.load(text, _Loader)
         lines = _lines(yaml.compose(text, _Loader))
@@ -280,6 +298,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         mark = getattr(exc, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         raise RecipeError(f"{place}: not valid YAML: {getattr(exc, 'problem', None) or exc}") from exc
+    except ValueError as exc:  # a date or a number that PyYAML recognises and Python does not
+        raise RecipeError(f"{path}: not valid YAML: {str(exc)[:200]}") from exc
     if not isinstance(keys, dict):
         raise RecipeError(f"{path}: not a recipe: expected keys such as `model:` and `data:`")
     places = {key: f"{path}:{line}" for key, line in lines.items()}
@@ -305,14 +325,18 @@ def _read(path: Path) -> str:
         raise RecipeError(f"{path}: {reason}") from exc
 
 
-def _lines(node: yaml.Node | None, prefix: tuple[str, ...] = ()) -> dict[str, int]:
-    """Line number, from 1, of every key path."""
+def _lines(
+    node: yaml.Node | None, prefix: tuple[str, ...] = (), seen: set[int] | None = None
+) -> dict[str, int]:
+    """Line number, from 1, of every key path; what aliases repeat is walked once."""
     lines: dict[str, int] = {}
-    if isinstance(node, yaml.MappingNode):
+    seen = set() if seen is None else seen
+    if isinstance(node, yaml.MappingNode) and id(node) not in seen:
+        seen.add(id(node))
         for key, value in node.value:
             path = (*prefix, str(key.value))
             lines[".".join(path)] = key.start_mark.line + 1
-            lines |= _lines(value, path)
+            lines |= _lines(value, path, seen)
     return lines
 
 
@@ -322,7 +346,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
         raise RecipeError(f"{override!r} is not an override: write key.sub=value, such as train.steps=20")
     try:
         return key.split("."), yaml.load(value, _Loader)
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError) as exc:
         raise RecipeError(f"{override!r}: the value is not valid YAML") from exc
 
 
@@ -347,7 +371,7 @@ def _describe(error: ErrorDetails, places: dict[str, str], path: str) -> str:
         return f"{place}: `{key}` is missing"
     if kind == "value_error":
         return f"{place}: {message.removeprefix('Value error, ')}"
-    return f"{place}: `{key}` is {error['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{place}: `{key}` is {_repr.repr(error['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _ancestors(key: str) -> Iterator[str]:

@@ -6,7 +6,6 @@ Owns the order of things; promises that everything that can be refused is refuse
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -26,7 +25,7 @@ from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from coop.adapters.transformers import find_experts
-from coop.errors import CoopError
+from coop.errors import CoopError, RecipeError
 from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
 from train import checkpoint, report
@@ -42,7 +41,7 @@ from train.model import (
     load_tokenizer,
     make_trainable,
 )
-from train.progress import Metrics, ProgressCallback
+from train.progress import Metrics, ProgressCallback, to_json
 from train.recipe import Recipe
 from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
@@ -165,10 +164,14 @@ def _run_digest(recipe: Recipe) -> str:
 
 
 def _prepare_output(recipe: Recipe, output: Path, is_overwriting: bool) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    if is_overwriting:
-        checkpoint.clear_output(output)
-    write_atomic(output / checkpoint.RECIPE_NAME, recipe.to_yaml().encode())
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if is_overwriting:
+            checkpoint.clear_output(output)
+        write_atomic(output / checkpoint.RECIPE_NAME, recipe.to_yaml().encode())
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else None
+        raise RecipeError(f"output: {output}: {reason or exc}") from exc
 
 
 def _train(
@@ -207,7 +210,8 @@ def _train(
             profile = trainer.save_result(output, held_out)
         if is_main:
             summary = _summarise(recipe, trainer, progress, metrics, profile, coop, phases, tracking)
-            _publish(recipe, summary, metrics, profile, tracking)
+            with checkpoint.saving(output, output):
+                _publish(recipe, summary, metrics, profile, tracking)
             console.rule("summary")
             console.print(
                 report.render_summary(summary, output), highlight=False, markup=False, soft_wrap=True
@@ -293,7 +297,7 @@ def _publish(
     report.draw_report(metrics.records, profile, output / "report.png")
     tracking.log(summary["balance"], summary["steps"])
     tracking.log_image("report", output / "report.png", summary["steps"])
-    write_atomic(output / checkpoint.SUMMARY_NAME, json.dumps(summary, indent=1).encode())
+    write_atomic(output / checkpoint.SUMMARY_NAME, to_json(summary, indent=1).encode())
 
 
 # what is shown at the start

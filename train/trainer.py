@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
+from coop.errors import CoopError
 from coop.profile import Profile
 from train.callback import CoopCallback
-from train.checkpoint import follow_umask, mark_complete, rotate
+from train.checkpoint import describe_newest, follow_umask, mark_complete, rotate, saving
 from train.data import Row, to_dataset
 from train.recipe import Recipe
 
@@ -41,14 +43,16 @@ class CoopTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Trainer's checkpoint, then the mark, then rotation: Trainer's own would run before the mark."""
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            follow_umask(folder)
-            mark_complete(folder, self.state.global_step, self._digest)
-            rotate(Path(self.args.output_dir), self._recipe.checkpoint.keep)
-        self.accelerator.wait_for_everyone()
+        output = Path(self.args.output_dir)
+        folder = output / f"checkpoint-{self.state.global_step}"
+        with saving(output, folder):
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                follow_umask(folder)
+                mark_complete(folder, self.state.global_step, self._digest)
+                rotate(output, self._recipe.checkpoint.keep)
+            self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: TRL's card names no model that is a folder; `train.report` writes one with facts at the end."""
@@ -61,6 +65,7 @@ class CoopTrainer(SFTTrainer):
         back without converting (huggingface/transformers#48805).
         """
         folder = Path(output_dir or self.args.output_dir)
+        self._refuse_broken_weights()
         with _own_names(self.model, _internal_call), _quiet_config(self.model):
             super().save_model(str(folder), _internal_call)
         if self._coop is not None:
@@ -70,19 +75,33 @@ class CoopTrainer(SFTTrainer):
                 profile.save(folder)
 
     def save_result(self, output: Path, held_out: list[Row]) -> Profile | None:
-        """The final weights, and their profile refreshed by a pass over `held_out`."""
-        self.save_model(str(output))
+        """The final weights, and their profile refreshed by a pass over `held_out`; no file of it is a pickle."""
+        with saving(output, output):
+            self.save_model(str(output))
+            if self.args.should_save:
+                (output / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         profile = None
         if self._coop is not None:
             profile = self._coop.build_profile(output, self.state.global_step, self._sum)
             if held_out:
                 profile = self._coop.refresh(profile, self._batches(held_out), self._sum)
         if self.args.should_save:
-            if profile is not None:
-                profile.save(output)
-            follow_umask(output)
+            with saving(output, output):
+                if profile is not None:
+                    profile.save(output)
+                follow_umask(output)
         self.accelerator.wait_for_everyone()
         return profile
+
+    def _refuse_broken_weights(self) -> None:
+        """A step between two logged ones may have broken the weights; such weights are never saved."""
+        for name, weight in self.model.named_parameters():
+            if weight.requires_grad and not bool(torch.isfinite(weight).all()):
+                raise CoopError(
+                    f"step {self.state.global_step}: {name} is not finite: the training has diverged; lower "
+                    f"train.learning_rate (it is {self.args.learning_rate:g}) and start anew with --overwrite; "
+                    f"{describe_newest(Path(self.args.output_dir))}"
+                )
 
     def _batches(self, rows: list[Row]) -> Iterator[dict[str, Tensor]]:
         """This process's share of `rows`, collated; every process gets equally many, none twice."""
@@ -156,6 +175,7 @@ def training_arguments(recipe: Recipe, output: Path, total_steps: int) -> SFTCon
         logging_steps=recipe.logging.every_steps,
         logging_strategy="steps",
         logging_first_step=True,
+        logging_nan_inf_filter=False,  # it would show a loss that is not finite as 0
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=torch.accelerator.is_available(),

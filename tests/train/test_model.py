@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from coop.errors import CheckpointError, CoopError, RecipeError
 from tests.families import FAMILIES, build_family
@@ -92,5 +94,29 @@ def test_missing_model_says_what_to_do(tmp_path: Path) -> None:
     recipe = build_recipe(tmp_path, f"model.path={tmp_path / 'nothing'}")
     with pytest.raises(CheckpointError, match=r"model\.path: .*nothing holds no config\.json"):
         load_model(recipe)
-    with pytest.raises(CheckpointError, match=r"no tokenizer can be loaded"):
+    with pytest.raises(CheckpointError, match=r"nothing holds no config\.json"):
         load_tokenizer(recipe)
+
+
+def rewrite_weights(folder: Path, change: Any) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path)
+    rewrite_weights(tmp_path / "model", lambda w: w.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"no weights that fit for model\.norm\.weight"):
+        load_model(recipe)
+    rewrite_weights(tmp_path / "model", lambda w: w.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"no weights that fit for model\.norm\.weight"):
+        load_model(recipe)
+
+
+def test_weights_that_are_cut_short_are_refused(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"model\.path: "):
+        load_model(recipe)

@@ -35,6 +35,16 @@ def test_resolved_recipe_is_read_back_as_the_same(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
 
 
+@pytest.mark.parametrize("name", ["1e5", "-2E+3", "1.5e3", "yes", "null", "0x1", "a: b", "~", "é\n"])
+def test_text_that_looks_like_something_else_stays_text(tmp_path: Path, name: str) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    logging = recipe.logging.model_copy(
+        update={"wandb": recipe.logging.wandb.model_copy(update={"run_name": name})}
+    )
+    named = recipe.model_copy(update={"logging": logging})
+    assert load_recipe(write(tmp_path, named.to_yaml())) == named
+
+
 @pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "1E-4"])
 def test_every_spelling_of_a_number_is_a_number(tmp_path: Path, text: str) -> None:
     assert load_recipe(write(tmp_path, MINIMAL), [f"train.learning_rate={text}"]).train.learning_rate == 1e-4
@@ -75,6 +85,11 @@ def test_key_of_another_section_is_suggested_where_it_belongs(tmp_path: Path) ->
         ("coop.warmup.row_counts=[8,1]", "must rise"),
         ("data.eval=null", "coop.profile.refresh_rows: needs data.eval"),
         ("train.seed=true", "valid integer"),
+        ("train.seed=99999999999", "less than or equal to 4294967295"),
+        ("train.learning_rate=.inf", "finite number"),
+        ("train.weight_decay=.nan", "finite number"),
+        ("coop.warmup.row_counts=[1,3000000000]", "less than or equal to 65536"),
+        ("train.steps=2024-13-45", "not valid YAML"),
         ("logging.wandb.mode=maybe", "'offline', 'online' or 'disabled'"),
         ("model=3", "`model` is 3"),
         ("model.path=null", "`model.path` is None"),
@@ -97,6 +112,13 @@ def test_dropout_is_accepted_where_peft_can_drop(tmp_path: Path) -> None:
         ("- a\n- b\n", "not a recipe"),
         ("output: a\noutput: b\n", r":2: not valid YAML: key 'output' appears twice"),
         ("", "not a recipe"),
+        ("train: &a {steps: *a}\n", "recipe.yaml"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        (
+            "a0: &a0 {x: 1}\n"
+            + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40)),
+            "unknown key `a0`",
+        ),
     ],
 )
 def test_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, reason: str) -> None:

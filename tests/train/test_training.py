@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from coop.adapters.transformers import find_experts
-from coop.errors import CheckpointError, RecipeError
+from coop.errors import CheckpointError, CoopError, RecipeError
 from coop.profile import Profile, adapter_digest
 from tests.train.tiny import build_recipe
 from train.checkpoint import METRICS_NAME, SUMMARY_NAME
 from train.data import load_rows, to_dataset
 from train.model import load_model, load_tokenizer, make_trainable
-from train.progress import read_metrics
+from train.progress import read_metrics, to_json
 from train.recipe import Recipe
 from train.run import Options, run
 from train.trainer import CoopTrainer, training_arguments
@@ -269,6 +269,57 @@ def test_auxiliary_flag_of_training_is_not_left_in_a_saved_config(tmp_path: Path
     output = train(build_recipe(tmp_path, *FULL, "moe.aux_loss_coef=0.01"))
     assert "aux_loss" in read_metrics(output / METRICS_NAME)[1]
     assert not json.loads((output / "config.json").read_text()).get("output_router_logits", False)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_run_that_diverges_is_stopped_without_a_result(tmp_path: Path, every: int) -> None:
+    recipe = build_recipe(
+        tmp_path,
+        "train.learning_rate=1e30",
+        "train.warmup_steps=2",
+        "train.schedule=constant_with_warmup",
+        "checkpoint.every_steps=1",
+        f"logging.every_steps={every}",
+    )
+    with pytest.raises(CoopError, match=r"diverged.*lower train\.learning_rate .* whole checkpoint"):
+        train(recipe)
+    output = Path(recipe.output)
+    assert not (output / SUMMARY_NAME).exists() and not (output / "adapter_config.json").exists()
+    assert "NaN" not in (output / METRICS_NAME).read_text()
+
+
+def test_numbers_that_are_not_finite_are_null_in_json() -> None:
+    assert (
+        to_json({"a": [float("nan"), 1.0], "b": {"c": float("-inf")}})
+        == '{"a": [null, 1.0], "b": {"c": null}}'
+    )
+
+
+def test_result_holds_no_pickle(tmp_path: Path) -> None:
+    output = train(build_recipe(tmp_path))
+    endings = {path.suffix for path in output.iterdir() if path.is_file()}
+    assert endings <= {".safetensors", ".json", ".jsonl", ".jinja", ".yaml", ".md", ".png"}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_full_disk_names_the_last_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(self: Any, folder: str) -> None:
+        if folder.endswith("checkpoint-4"):
+            raise error
+
+    monkeypatch.setattr(CoopTrainer, "_save_rng_state", fail)
+    reason = error.args[-1]
+    with pytest.raises(CoopError, match=rf"checkpoint-4: cannot be saved: {reason}; .*checkpoint-2$"):
+        train(build_recipe(tmp_path))
+
+
+@pytest.mark.parametrize("below", ["", "x/y"])
+def test_output_that_cannot_be_a_folder_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r"output: .*file is not a folder"):
+        train(build_recipe(tmp_path, f"output={tmp_path / 'file' / below}"), is_dry=True)
 
 
 def test_kept_checkpoints_are_the_newest(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from coop.errors import ProfileError
 from coop.profile import PROFILE_NAME, Profile, adapter_digest, main
 from coop.profile_report import layer_balance
 from tests.unit.profiles import build_profile
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def rewrite(path: Path, change_facts: Any = None, change_arrays: Any = None) -> None:
@@ -78,6 +82,8 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ({"same_layer": np.full((3, 8, 8), -1, np.int32)}, "same_layer has a negative count"),
         ({"tokens_prompt": 2**60}, "tokens_prompt"),
         ({"step": -1}, "step is -1"),
+        ({"step": 10**300}, r"step is 10{79}, not"),
+        ({"fingerprint": "a\x1b[2J"}, "fingerprint is .* printable"),
         ({"warmup_seconds": float("inf")}, "warmup_seconds"),
     ],
 )
@@ -101,6 +107,20 @@ def set_key(key: str, value: Any) -> Any:
     ("change", "reason"),
     [
         (set_key("schema", 2), "schema version 2; this coop reads version 1"),
+        (set_key("schema", True), "schema version True"),
+        (set_key("warmup_seconds", 10**400), "warmup_seconds is 10*$"),
+        (
+            lambda facts: facts["identity"].__setitem__("architecture", "a\nb"),
+            "architecture is 'a.*printable",
+        ),
+        (
+            lambda facts: facts["identity"].__setitem__("architecture", "\ud800"),
+            "architecture is .*printable",
+        ),
+        (
+            lambda facts: facts["identity"].__setitem__("layers", ["x" * 999] * 3),
+            "name of a layer is .*printable",
+        ),
         (set_key("extra", 1), "'extra' is not expected"),
         (lambda facts: facts.pop("step"), "'step' is missing"),
         (set_key("step", "40"), "step is '40', of the wrong type"),
@@ -150,6 +170,22 @@ def test_file_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / PROFILE_NAME).open("wb") as file:
         file.truncate(65 * 2**20)
     with pytest.raises(ProfileError, match="more than the limit"):
+        Profile.load(tmp_path)
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / PROFILE_NAME).symlink_to(PROFILE_NAME)
+    for path in (tmp_path, tmp_path / PROFILE_NAME, tmp_path / "a\0b" / "c"):
+        with pytest.raises(ProfileError):
+            Profile.load(path)
+    (tmp_path / PROFILE_NAME).unlink()
+    build_profile().save(tmp_path)
+
+    def deny(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    with pytest.raises(ProfileError, match="cannot be read: Permission denied"):
         Profile.load(tmp_path)
 
 
@@ -229,3 +265,23 @@ def test_command_says_what_is_wrong_and_exits_with_2(
 ) -> None:
     assert main([str(tmp_path)]) == 2
     assert PROFILE_NAME in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "reason"), [("map.zzz", "must end in .png"), ("", "is a folder")])
+def test_picture_of_an_unknown_kind_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str
+) -> None:
+    build_profile().save(tmp_path)
+    assert main([str(tmp_path), "--plot", str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert reason in captured.err and captured.out == ""
+
+
+def test_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
+    build_profile().save(tmp_path)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "coop.profile", str(tmp_path), "--json"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, cwd=ROOT)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
