@@ -115,6 +115,8 @@ def find_resume_point(output: Path, chosen: Path | None, digest: str) -> ResumeP
             )
         return ResumePoint(folder, mark["step"], tuple(skipped))
     reasons = "".join(f"\n  {reason}" for reason in skipped)
+    if chosen is not None:
+        raise CheckpointError(f"{chosen} is not a whole checkpoint; {describe_newest(output)}{reasons}")
     raise CheckpointError(
         f"{output}: no whole checkpoint to resume from; start anew with --overwrite{reasons}"
     )
