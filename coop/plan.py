@@ -179,10 +179,11 @@ def _check_budget(text: str, wanted: int, geometry: Sequence[LayerGeometry], sma
     needs = [layer.slot_bytes * min(layer.top_k, layer.num_experts) for layer in geometry]
     layer = max(range(len(needs)), key=needs.__getitem__)
     top_k = min(geometry[layer].top_k, geometry[layer].num_experts)
+    hint = f"; did you mean {text}%?" if text.isdigit() and 0 < int(text) <= 100 else ""
     raise BudgetError(
         f"budget {text} = {format_bytes(wanted)}: layer {layer} needs {top_k} x "
         f"{format_bytes(geometry[layer].slot_bytes)} for top-k; the smallest that runs is {smallest} "
-        f"bytes ({format_bytes(smallest)})"
+        f"bytes ({format_bytes(smallest)}){hint}"
     )
 
 

@@ -71,6 +71,12 @@ def test_a_budget_below_top_k_is_refused_with_the_smallest_that_runs_and_that_on
         assert "below the experts of one token" in runtime.plan.warning
 
 
+def test_a_bare_small_number_is_taken_for_a_forgotten_percent_sign(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with pytest.raises(BudgetError, match=r"did you mean 50%\?"):
+        coop.attach(tmp_path, budget="50")
+
+
 def test_a_live_model_keeps_its_weights_when_the_budget_is_refused(tmp_path: Path) -> None:
     model = build_family(tmp_path, "mixtral")
     with pytest.raises(BudgetError):
