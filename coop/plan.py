@@ -99,11 +99,6 @@ class Plan:
         )
 
     @property
-    def is_all_resident(self) -> bool:
-        """Whether every expert fits."""
-        return self.budget_bytes >= self.expert_bytes
-
-    @property
     def warning(self) -> str:
         """One sentence when the budget is below what one token uses, else ""."""
         if self.budget_bytes >= self.cycle_bytes:

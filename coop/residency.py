@@ -144,13 +144,6 @@ class Residency:
         with self.changed:
             return self._failures.get(expert)
 
-    def evict(self, expert: ExpertId) -> None:
-        """Free a resident, unleased expert's slot; weights are read-only, so nothing is copied back."""
-        with self.changed:
-            assert self._state[expert] == State.RESIDENT and not self._leases[expert], f"{expert} is in use"
-            self._vacate(expert)
-            self.evictions += 1
-
     def resize(self, budget_bytes: int) -> None:
         """Change the budget; shrinking evicts the least likely unleased experts at once.
 
@@ -210,8 +203,7 @@ class Residency:
                 return False
             if is_speculative and not may_displace(self._likelihood, expert, victim):
                 return False
-            self._vacate(victim)
-            self.evictions += 1
+            self._evict(victim)
         return True
 
     def _has_room(self, kind: int, need: int) -> bool:
@@ -233,8 +225,7 @@ class Residency:
         victim = pick_victim(self._likelihood, self._evictable())
         if victim is None:
             return False
-        self._vacate(victim)
-        self.evictions += 1
+        self._evict(victim)
         return True
 
     def _drop_free_slot(self, other_than: int) -> bool:
@@ -258,6 +249,11 @@ class Residency:
         self.used_bytes += self._slot_bytes[layer]
         self.used_bytes_max = max(self.used_bytes_max, self.used_bytes)
         return slot
+
+    def _evict(self, expert: ExpertId) -> None:
+        """Weights are read-only: nothing is copied back."""
+        self._vacate(expert)
+        self.evictions += 1
 
     def _vacate(self, expert: ExpertId) -> None:
         slot = self._slots.pop(expert)

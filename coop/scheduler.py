@@ -182,11 +182,6 @@ class Scheduler:
         counters = self._prefetcher.counters
         return {name: getattr(counters, name) for name in counters.__slots__}
 
-    @property
-    def ring_overflows(self) -> int:
-        """Calls whose outputs did not fit the ring."""
-        return self._ring.overflows
-
     def close(self) -> None:
         """Stop the threads, free the slots, close the files. Safe to call twice."""
         if self._is_closed:

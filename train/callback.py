@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coop.adapters.recorder import Recorder
-from coop.adapters.transformers import find_experts, model_identity
+from coop.adapters.transformers import PEFT_PREFIX, find_experts, model_identity
 from coop.hotmap import HotCounts, HotMap, RoutedBatch
 from coop.profile import Profile, ProfileIdentity, adapter_digest
 from coop.scheduler import Scheduler
@@ -191,7 +191,7 @@ class CoopCallback(TrainerCallback):
     def _router_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         blocks = tuple(entry.name.rpartition(".")[0] for entry in self._experts)
         for name, parameter in self._model.named_parameters():
-            plain = name.removeprefix("base_model.model.")
+            plain = name.removeprefix(PEFT_PREFIX)
             if any(plain.startswith((f"{block}.gate.", f"{block}.router.")) for block in blocks):
                 yield name, parameter
 

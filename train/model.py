@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from coop.adapters.transformers import _refuse_gaps, build_on_meta, find_experts
+from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta, find_experts
 from coop.errors import CheckpointError, CoopError, RecipeError
 
 if TYPE_CHECKING:
     from train.recipe import Recipe, TuneSection
 
 GROUPS = ("attention", "experts", "shared_experts", "router", "other")
-_LORA_PREFIXES = ("base_model.model.",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +129,7 @@ class Groups:
 
     def of(self, name: str) -> str:
         """The group of a module or parameter, by its name in the model or in a PEFT model around it."""
-        for prefix in _LORA_PREFIXES:
-            name = name.removeprefix(prefix)
-        name = name.replace(".base_layer", "")
+        name = name.removeprefix(PEFT_PREFIX).replace(".base_layer", "")
         if _is_under(name, self._experts):
             return "experts"
         if _is_under(name, self._routers):

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from coop.adapters.transformers import EXPERT_PARAMETERS, ExpertsModule
+from coop.adapters.transformers import EXPERT_PARAMETERS, PEFT_PREFIX, ExpertsModule
 from coop.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coop.errors import CheckpointError
 from coop.files import read_json
 from coop.ids import ExpertId
 from coop.shards import read_header
 
-_PREFIX = "base_model.model."
 MERGE_ROWS = 256  # a block of float32 rows of common widths fits a second-level cache
 
 
@@ -173,7 +172,7 @@ def _wrapper_prefixes(
 
     PEFT wraps in the order of registration, so the last registered is outermost and has the shortest key.
     """
-    prefix, prefixes = f"{_PREFIX}{entry.name}.", {}
+    prefix, prefixes = f"{PEFT_PREFIX}{entry.name}.", {}
     for name in reversed(_matched(entry, targets)):
         if f"{prefix}lora_A.weight" in tensors:
             prefixes[name] = prefix
@@ -183,8 +182,8 @@ def _wrapper_prefixes(
 
 def _is_used(key: str, experts: Sequence[ExpertsModule], targets: Sequence[str]) -> bool:
     for entry in experts:
-        if key.startswith(f"{_PREFIX}{entry.name}."):
-            rest = key.removeprefix(f"{_PREFIX}{entry.name}.")
+        if key.startswith(f"{PEFT_PREFIX}{entry.name}."):
+            rest = key.removeprefix(f"{PEFT_PREFIX}{entry.name}.")
             depth = rest.count("base_layer.")
             return depth < len(_matched(entry, targets)) and rest.replace("base_layer.", "") in (
                 "lora_A.weight",

@@ -32,7 +32,7 @@ EXPERT_PARAMETERS = (
 )
 _ROUTER_NAMES = ("gate", "router")
 _TOP_K_NAMES = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_k")
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def find_experts(model: nn.Module) -> list[ExpertsModule]:
     for name, module in model.named_modules():
         if "has_gate" not in module.__dict__ or "is_transposed" not in module.__dict__:
             continue
-        plain = name.removeprefix(_PEFT_PREFIX).replace(".base_layer", "")
+        plain = name.removeprefix(PEFT_PREFIX).replace(".base_layer", "")
         top_k = _top_k(model, plain, module)
         found.append(ExpertsModule(plain, module, int(_plain(module).num_experts), top_k, len(found)))
     if not found:
@@ -94,7 +94,7 @@ def _routers(model: nn.Module, experts_name: str) -> Iterator[nn.Module]:
     parent_name, _, _ = experts_name.rpartition(".")
     wanted = {f"{parent_name}.{router}" if parent_name else router for router in _ROUTER_NAMES}
     for name, module in model.named_modules():
-        if name.removeprefix(_PEFT_PREFIX) in wanted:
+        if name.removeprefix(PEFT_PREFIX) in wanted:
             yield _plain(module).get_base_layer() if hasattr(module, "get_base_layer") else module
 
 

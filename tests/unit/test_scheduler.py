@@ -111,10 +111,6 @@ def test_the_forecast_prefers_what_was_used_lately_and_sums_to_top_k() -> None:
 
 def test_a_prompt_in_one_call_teaches_the_same_as_its_tokens_one_by_one() -> None:
     tokens = np.random.default_rng(0).integers(0, 6, (50, 2))
-    whole, single = (Forecast(1, 6, get_strategy("Balanced")) for _ in range(2))
-    whole.observe(0, tokens)
-    for token in tokens:
-        single.observe(0, token[None])
     # a token that chooses an expert twice counts it once when it is alone, as no router does
     distinct = tokens[tokens[:, 0] != tokens[:, 1]]
     whole, single = (Forecast(1, 6, get_strategy("Balanced")) for _ in range(2))
