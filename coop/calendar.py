@@ -1,7 +1,7 @@
-"""Calendar: what computing and loading an expert costs here, and the gaps in which a load would be hidden.
+"""Calendar: what things cost here, and the gaps in which a load would be hidden.
 
 Owns running means, updated online; promises no more than a measured past. Called by the scheduler, which
-prefetches only into gaps, and printed by `Calendar.table`.
+prefetches only into gaps, by the plan (how deep staging must be), and printed by `Calendar.table`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class _Mean:
     count: int = 0
 
     def add(self, value: float) -> None:
-        weight = max(SMOOTHING, 1.0 / (self.count + 1))
-        self.value += weight * (value - self.value)
         self.count += 1
+        self.value += max(SMOOTHING, 1.0 / self.count) * (value - self.value)
 
 
 class Calendar:
-    """Measured milliseconds by layer: `compute` of a call's experts by row count, `between` two MoE layers, loads.
+    """Measured milliseconds: `compute` of one expert by layer and row count, `between` two MoE layers, and loads
+    by layer and by byte.
 
     Args:
         layers: number of MoE layers.
@@ -35,6 +35,7 @@ class Calendar:
     def __init__(self, layers: int) -> None:
         self._compute = [[_Mean() for _ in range(_BUCKETS)] for _ in range(layers)]
         self._between = [_Mean() for _ in range(layers)]
+        self._load = [_Mean() for _ in range(layers)]
         self._load_ms_per_byte = _Mean()
         self._lock = threading.Lock()  # loads are recorded from loader threads
 
@@ -46,16 +47,22 @@ class Calendar:
         """Time from the end of `layer`'s experts to the start of the next layer's."""
         self._between[layer].add(seconds * 1e3)
 
-    def record_load(self, nbytes: int, seconds: float) -> None:
+    def record_load(self, layer: int, nbytes: int, seconds: float) -> None:
         """One expert of `nbytes` loaded; a load of no bytes says nothing about the disk."""
         if nbytes:
             with self._lock:
+                self._load[layer].add(seconds * 1e3)
                 self._load_ms_per_byte.add(seconds * 1e3 / nbytes)
 
     def seed_compute(self, layer: int, rows: int, milliseconds: float) -> None:
         """Take a timing from a profile of the same hardware as a first measurement."""
         if np.isfinite(milliseconds) and milliseconds > 0:
             self._compute[layer][_bucket(rows)].add(milliseconds)
+
+    def seed_load(self, nbytes: int, seconds: float) -> None:
+        """Take the topology's measurement of one read as a first measurement."""
+        if nbytes and seconds > 0:
+            self._load_ms_per_byte.add(seconds * 1e3 / nbytes)
 
     def compute_ms(self, layer: int, rows: int) -> float:
         """Expected time of one expert with `rows` rows, 0 where never measured."""
@@ -69,11 +76,17 @@ class Calendar:
         """Time until the next MoE layer asks for its experts, when `experts` of `layer` with `rows` rows still run."""
         return self._between[layer].value + experts * self.compute_ms(layer, rows)
 
+    def loads_that_fit(self, gap_ms: float, nbytes: int) -> int:
+        """How many loads of `nbytes`, one after another, end within a gap; a large number where none was measured."""
+        load_ms = self.load_ms(nbytes)
+        return int(gap_ms / load_ms) if load_ms > 0 else 2**31
+
     def table(self) -> list[dict[str, float]]:
-        """One row for each layer: mean compute time of one expert by row count, time to the next layer, in ms."""
+        """One row for each layer, in ms: compute of one expert by row count, loading one, time to the next layer."""
         rows = []
         for layer, means in enumerate(self._compute):
             row = {"layer": float(layer), "between_ms": round(self._between[layer].value, 4)}
+            row["load_ms"] = round(self._load[layer].value, 4)
             for bucket, mean in enumerate(means):
                 if mean.count:
                     row[f"compute_ms_rows_{1 << bucket}"] = round(mean.value, 4)

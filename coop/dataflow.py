@@ -1,65 +1,137 @@
 """L2, data flow: token rows to experts and back.
 
-Owns nothing between calls; promises a combine whose order is fixed by the router's ranking alone, so the sum
-has the same bits whichever expert was ready first. Called by the scheduler.
+Owns one layer call between its rows and its result; promises a sum whose order is fixed by expert and row
+alone (experts ascending, products rounded as transformers rounds them, added in float32), so it has the same bits
+whichever expert was ready first and however large the ring is. Called by the scheduler.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from coop.ctu import CTU
+from coop.ctu import CTU, DECODE_ROWS, slices
 from coop.errors import RoutingError
 from coop.ids import ExpertId
+from coop.ring import RingBuffer, Segment
+
+COMPACT_ROWS = 1024  # a call of more rows takes its outputs unit by unit, however few each expert has
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """One layer call, gathered by expert.
+class Flow:
+    """One layer call.
 
-    rows [tokens * k, hidden]: inputs, each expert's rows together, experts ascending, tokens ascending in
-    each. order int64 [tokens * k]: which (token, rank) pair each row is. units: one CTU for each distinct
-    expert, ascending.
+    Args:
+        layer: ordinal of the MoE layer.
+        hidden: [tokens, hidden].
+        expert_ids: int64 [tokens, k], on the host.
+        weights: [tokens, k].
+        num_experts: of this layer. RoutingError for an id outside it.
+        ring: where outputs wait for their turn in the sum.
+        launch: puts work behind everything that was launched before, as a device's compute queue does.
+
+    `units` are in the order of the sum. A compact call (a decode step) has one unit for each expert, of at
+    most DECODE_ROWS rows, one segment for all of them, and is summed at once.
     """
 
-    rows: torch.Tensor
-    order: torch.Tensor
-    units: tuple[CTU, ...]
+    def __init__(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        expert_ids: np.ndarray,
+        weights: torch.Tensor,
+        num_experts: int,
+        ring: RingBuffer,
+        launch: Callable[[Callable[[], object]], object] = lambda work: work(),
+    ) -> None:
+        top_k = expert_ids.shape[1]
+        flat = expert_ids.reshape(-1)
+        _check_routes(layer, flat, num_experts)
+        order = np.argsort(flat, kind="stable")
+        counts = np.bincount(flat, minlength=num_experts)
+        self.units = _units(layer, counts, hidden.shape[1])
+        self.is_compact = flat.size <= COMPACT_ROWS and int(counts.max()) <= DECODE_ROWS
+        self._hidden, self._ring, self._launch = hidden, ring, launch
+        index = torch.from_numpy(order).to(hidden.device)
+        self._token = index // top_k  # [rows], which token each gathered row is
+        self._weight = weights.reshape(-1)[index].unsqueeze(1)  # [rows, 1]
+        self._sum = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        self._unsummed = deque(self.units)
+        self._done: dict[int, tuple[Segment, torch.Tensor]] = {}  # by unit index: computed, not summed
+        self._whole = ring.push(flat.size, hidden.shape[1], hidden.dtype) if self.is_compact else None
+
+    @property
+    def head(self) -> CTU:
+        """The unit that the sum waits for."""
+        return self._unsummed[0]
+
+    def rows(self, unit: CTU) -> torch.Tensor:
+        """The unit's inputs, [rows, hidden]."""
+        if self._hidden.shape[0] == 1 and unit.rows == 1:
+            return self._hidden
+        return self._hidden.index_select(0, self._token[unit.start : unit.stop])
+
+    def output(self, unit: CTU) -> torch.Tensor:
+        """Memory for the unit's outputs, [rows, hidden], held until they are summed."""
+        if self._whole is not None:
+            return self._whole[1][unit.start : unit.stop]
+        segment, memory = self._ring.push(unit.rows, unit.width, self._hidden.dtype)
+        self._done[unit.index] = (segment, memory)
+        return memory
+
+    def add(self, unit: CTU) -> None:
+        """The unit's outputs are there: sum what is next in order, and give its segments back."""
+        while self._whole is None and self._unsummed and self._unsummed[0].index in self._done:
+            nxt = self._unsummed.popleft()
+            segment, memory = self._done.pop(nxt.index)
+            self._add(nxt.start, nxt.stop, memory)
+            self._ring.pop(segment)
+
+    def result(self, synchronize: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """[tokens, hidden] in the dtype of the input, once every unit was added."""
+        if self._whole is not None:
+            self._add_whole(self._whole[1])
+        synchronize()
+        return self._sum.to(self._hidden.dtype)
+
+    def close(self) -> None:
+        """Give back what a failed call left in the ring, and the segment of a compact one."""
+        if self._whole is not None:
+            self._ring.pop(self._whole[0])
+            self._whole = None
+        for segment, _ in self._done.values():
+            self._ring.pop(segment)
+        self._done.clear()
+
+    def _add_whole(self, outputs: torch.Tensor) -> None:
+        if self._hidden.device.type == "cpu":  # rows are added one after another, in order
+            self._add(0, outputs.shape[0], outputs)
+            return
+        for unit in self.units:  # elsewhere one call adds rows in any order: a token must be in it once
+            self._add(unit.start, unit.stop, outputs[unit.start : unit.stop])
+
+    def _add(self, start: int, stop: int, outputs: torch.Tensor) -> None:
+        total, token, weight = self._sum, self._token[start:stop], self._weight[start:stop]
+        self._launch(lambda: total.index_add_(0, token, (outputs * weight).float()))
 
 
-def gather(layer: int, hidden: torch.Tensor, expert_ids: np.ndarray, num_experts: int) -> Gathered:
-    """Group token rows by expert.
-
-    hidden [tokens, hidden], expert_ids int64 [tokens, k]. Raises RoutingError for an id outside the layer.
-    """
-    top_k = expert_ids.shape[1]
-    flat = expert_ids.reshape(-1)
+def _check_routes(layer: int, flat: np.ndarray, num_experts: int) -> None:
     if flat.size and (flat.min() < 0 or flat.max() >= num_experts):
         bad = int(flat.min() if flat.min() < 0 else flat.max())
         raise RoutingError(f"layer {layer}: the router chose expert {bad} of {num_experts}")
-    order = np.argsort(flat, kind="stable")
-    counts = np.bincount(flat, minlength=num_experts)
-    stops = np.cumsum(counts)
-    units = tuple(
-        CTU(ExpertId(layer, int(e)), int(stops[e] - counts[e]), int(stops[e]), float(counts[e]))
-        for e in np.flatnonzero(counts)
-    )
-    index = torch.from_numpy(order)
-    return Gathered(hidden[index // top_k], index, units)
 
 
-def combine(
-    outputs: torch.Tensor, gathered: Gathered, weights: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Weighted sum of each token's experts, in the router's rank order.
-
-    outputs [tokens * k, hidden] in gathered order, weights [tokens, k] -> [tokens, hidden] of `dtype`.
-    """
-    tokens, top_k = weights.shape
-    back = torch.empty_like(gathered.order)
-    back[gathered.order] = torch.arange(back.numel())
-    ranked = outputs[back].view(tokens, top_k, -1)  # [tokens, k, hidden]
-    return (ranked * weights.unsqueeze(-1)).sum(1).to(dtype)
+def _units(layer: int, counts: np.ndarray, width: int) -> tuple[CTU, ...]:
+    """Units by expert ascending, long ones sliced; `index` is their place in the sum."""
+    starts = np.cumsum(counts) - counts
+    units: list[CTU] = []
+    for expert in np.flatnonzero(counts).tolist():
+        first, rows = int(starts[expert]), int(counts[expert])
+        units += [
+            CTU(ExpertId(layer, expert), first + start, first + stop, width, len(units) + i)
+            for i, (start, stop) in enumerate(slices(rows))
+        ]
+    return tuple(units)

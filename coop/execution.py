@@ -1,21 +1,30 @@
-"""L1, execution: the arithmetic of one expert.
+"""L1, execution: the arithmetic of experts, through two entries that a kernel can take over whole.
 
-Owns nothing; promises the same bits for the same rows and weights, wherever they lie. Called by the scheduler
-for each ready CTU. Flags, gate and activation are the model's own, so every family's arithmetic is its own.
+Owns nothing; promises the same bits for the same rows and weights, wherever they lie and whatever runs beside
+them. Called by the scheduler for units that are ready. Flags, gate and activation are the model's own, so
+every family's arithmetic is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+Weights = Mapping[str, torch.Tensor]
 
-def run_expert(
-    experts: Any, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, out: torch.Tensor
+
+def run_decode(
+    experts: Any, weights: Sequence[Weights], rows: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> None:
-    """out[:] = down(activation(up(rows))), with the biases, gate and norm that the experts module declares.
+    """Several experts of one layer, a few rows each: outs[i][:] = expert i of rows[i], [n_i, hidden] both."""
+    for weight, x, out in zip(weights, rows, outs, strict=True):
+        run_prefill(experts, weight, x, out)
+
+
+def run_prefill(experts: Any, weights: Weights, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """One expert, many rows: out[:] = down(activation(up(rows))), with the biases, gate and norm of the module.
 
     rows [n, hidden], out [n, hidden]; weights are one expert's, shaped as the module's stacks without their
     first dimension, input-major where `is_transposed`.
@@ -33,7 +42,7 @@ def run_expert(
 
 def _project(
     rows: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
+    weights: Weights,
     name: str,
     is_transposed: bool,
     out: torch.Tensor | None = None,

@@ -1,19 +1,27 @@
 """Forecast: how likely each expert is to be used by the next token.
 
 Owns the decayed frequencies and the transitions they are combined with; promises a likelihood for every
-expert at any time, seeded from a profile as pseudo-counts and corrected by every token that is seen.
-Called by the scheduler after routing; read by residency when a victim is needed.
+expert at any time, seeded from a profile as pseudo-counts and corrected by every token that is seen, and
+moved by a priority policy where one was given. Called by the scheduler after routing; read by residency when
+a victim is needed.
 
 likelihood = (1 - w) * frequency + w * transition, both as expected uses by one token, so each row of either
 sums to top-k. Design and measurements: shared wisdom is that frequency with a half-life of 16 to 32 tokens
 wins over recency, and that order-1 transitions add to it; see docs/how-it-works.md.
+
+A prompt of n tokens uses an expert with probability 1 - (1 - p)^n, nearly 1 for most. While a prompt runs,
+the layers it has not reached stand at that, so that what it will need soon is kept and fetched; each layer
+falls to what decoding will want as soon as it has run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from coop.policy import PriorityPolicy, adjusted
 
 if TYPE_CHECKING:
     from coop.profile import Profile
@@ -33,6 +41,8 @@ class Forecast:
     def __init__(self, layers: int, experts: int, strategy: Strategy) -> None:
         self.likelihood = np.zeros((layers, experts))  # [layers, experts], shared with residency
         self._frequency = np.zeros((layers, experts))
+        self._expected = np.zeros((layers, experts))  # before the policy
+        self._policy: PriorityPolicy | None = None
         self._transitions: np.ndarray | None = None  # float32 [layers, from, to], expected uses
         self.set_strategy(strategy)
 
@@ -42,6 +52,12 @@ class Forecast:
         self._prior_tokens = strategy.prior_tokens
         self._weight = strategy.transition_weight if self._transitions is not None else 0.0
         self._transition_weight = strategy.transition_weight
+
+    def set_policy(self, policy: PriorityPolicy | None) -> None:
+        """Let a signal from outside move the likelihoods, at once for every layer. CoopError for a bad answer."""
+        self._policy = policy
+        for layer, expected in enumerate(self._expected):
+            self._publish(layer, expected)
 
     def seed(self, profile: Profile) -> None:
         """Start from what training saw: answer tokens, because those are what decoding repeats.
@@ -60,7 +76,17 @@ class Forecast:
             self._transitions = (seen / seen.sum(2, keepdims=True) * top_k).astype(np.float32)
             self._weight = self._transition_weight
         # before the first token there is no expert to come from: the frequency is all there is
-        self.likelihood[:] = self._frequency * (1.0 - self._decay)
+        for layer, row in enumerate(self._frequency):
+            self._publish(layer, row * (1.0 - self._decay))
+
+    def begin_prompt(self, tokens: int, top_k: Sequence[int]) -> None:
+        """A prompt of `tokens` enters the first layer: every expert is likely to be needed until its layer has run.
+
+        An expert without evidence counts as used by `top_k` / experts of the tokens.
+        """
+        uniform = np.array(top_k)[:, None] / self.likelihood.shape[1]
+        once = np.clip(np.where(self._expected > 0, self._expected, uniform), 0.0, 1.0)
+        np.maximum(self.likelihood, 1.0 - (1.0 - once) ** tokens, out=self.likelihood)
 
     def observe(self, layer: int, expert_ids: np.ndarray) -> None:
         """Learn from one call's routing, int64 [tokens, top_k] in order: each token decays what came before it."""
@@ -80,11 +106,15 @@ class Forecast:
             assert self._transitions is not None
             reuse = self._transitions[layer, expert_ids[-1]].mean(0)
             expected = (1.0 - self._weight) * expected + self._weight * reuse
-        self.likelihood[layer] = expected
+        self._publish(layer, expected)
 
     def rank(self, layer: int) -> np.ndarray:
         """Experts of a layer, likeliest first."""
         return np.argsort(-self.likelihood[layer], kind="stable")
+
+    def _publish(self, layer: int, expected: np.ndarray) -> None:
+        self._expected[layer] = expected
+        self.likelihood[layer] = expected if self._policy is None else adjusted(self._policy, layer, expected)
 
     def hottest(self) -> list[tuple[int, int]]:
         """(layer, expert) of every expert with any expectation, likeliest first."""

@@ -1,14 +1,47 @@
-"""Policy: which resident expert makes room, and whether a guess may push one out.
+"""Policy: what makes room, what a guess may push out, what runs first, and a signal from outside.
 
 Pure functions over arrays; own nothing, so they are tested with tables and replayed by a simulator.
-Called by residency under its lock.
+Called by residency under its lock, by the scheduler, and by the forecast.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from coop.errors import CoopError
 from coop.ids import ExpertId
+
+
+class PriorityPolicy(Protocol):
+    """A signal from outside about which experts matter: a state that the caller knows, or a reward.
+
+    It moves eviction and prefetch, never which experts the router chooses, so results keep their bits.
+    """
+
+    def adjust(self, layer: int, likelihood: NDArray[np.float64]) -> NDArray[np.float64]:
+        """New priorities for a layer's experts.
+
+        likelihood float64 [experts]: expected uses of each expert by the next token, as the forecast sees
+        it (a copy, yours to change). Returns the same shape, finite and not negative; higher stays longer
+        and is fetched earlier. Called once for each layer call, from the thread that runs the model.
+        """
+
+
+def adjusted(policy: PriorityPolicy, layer: int, likelihood: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What `policy` makes of a likelihood; CoopError for an answer that cannot be ordered."""
+    answer = np.asarray(policy.adjust(layer, likelihood.copy()), dtype=np.float64)
+    if answer.shape != likelihood.shape:
+        raise CoopError(
+            f"layer {layer}: the priority policy answered {answer.shape} for {likelihood.shape} experts"
+        )
+    if not np.isfinite(answer).all() or (answer < 0).any():
+        raise CoopError(
+            f"layer {layer}: the priority policy answered numbers that are negative or not finite"
+        )
+    return answer
 
 
 def pick_victim(likelihood: np.ndarray, is_evictable: np.ndarray) -> ExpertId | None:
@@ -27,3 +60,13 @@ def pick_victim(likelihood: np.ndarray, is_evictable: np.ndarray) -> ExpertId | 
 def may_displace(likelihood: np.ndarray, candidate: ExpertId, victim: ExpertId) -> bool:
     """Speculation may evict only what is less likely to be used than itself."""
     return bool(likelihood[victim] < likelihood[candidate])
+
+
+def unit_priority(rows: int, compute_ms: float, is_memory_short: bool) -> float:
+    """Which of several ready units runs first, highest first.
+
+    Longest first, by measured time or rows where none is known: its compute hides the most loading. Shortest
+    first while other units wait for room: each one that ends gives its slot to a load.
+    """
+    cost = compute_ms if compute_ms > 0 else rows * 1e-6
+    return -cost if is_memory_short else cost

@@ -1,8 +1,8 @@
 """Prefetcher: loads experts early, and the experts that are waited for first.
 
-Owns its threads and two queues; promises that a demand load is never behind a guess in the queue, that a
-guess takes no slot until its read begins, and that an error in a thread reaches who waits for the expert.
-Called by the scheduler. With `threads=0` demand loads run in the caller and guesses are refused.
+Owns its threads and queues; promises that a demand never waits for a thread that guesses, that a guess takes
+no slot until its read begins, and that an error in a thread reaches who waits for the expert. Called by a
+layer call's demand and by the scheduler. Without threads demands load in the caller and guesses are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from coop.errors import ClosedError, CoopError, PrefetchError
@@ -24,9 +24,10 @@ MAX_WISHES = 65_536
 
 @dataclass(slots=True)
 class LoadCounters:
-    """What was read, and why: counts of experts, bytes from the store, guesses that nobody used."""
+    """What was read, and why: counts of experts, bytes from the store."""
 
     bytes_read: int = 0
+    bytes_speculative: int = 0
     demand_loads: int = 0
     speculative_loads: int = 0
     speculative_refused: int = 0
@@ -39,7 +40,8 @@ class Prefetcher:
     Args:
         store: where experts come from.
         residency: where they go.
-        threads: number of loader threads; reads at queue depth `threads`.
+        demand_threads: reads of demanded experts at once.
+        guess_threads: reads of guessed experts at once, by threads that do nothing else.
         on_load: called with (expert, bytes, seconds) after each load, from the loading thread.
     """
 
@@ -47,47 +49,86 @@ class Prefetcher:
         self,
         store: Store,
         residency: Residency,
-        threads: int,
-        on_load: Callable[[ExpertId, int, float], None],
+        demand_threads: int,
+        guess_threads: int,
+        on_load: Callable[[ExpertId, int, float], None] = lambda expert, nbytes, seconds: None,
     ) -> None:
         self.counters = LoadCounters()
         self._store, self._residency, self._on_load = store, residency, on_load
         self._demands: deque[tuple[ExpertId, Slot]] = deque()
         self._wishes: deque[ExpertId] = deque(maxlen=MAX_WISHES)
         self._seeds: deque[ExpertId] = deque(maxlen=MAX_WISHES)
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()
+        self._demanding = threading.Condition(self._lock)  # demand threads sleep here
+        self._guessing = threading.Condition(self._lock)  # guess threads
+        self._idle = threading.Condition(self._lock)  # `wait_idle`
         self._is_closed = False
-        self._busy = 0
+        self._is_paused = False
+        self._guesses_at_once = guess_threads
+        self._may_guess_beside = False
+        self._demanded: set[ExpertId] = set()  # being read now
+        self._guessed: set[ExpertId] = set()
         self._threads = [
-            threading.Thread(target=self._work, name=f"coop-load-{i}", daemon=True) for i in range(threads)
+            *(self._thread("load", i, self._serve_demands) for i in range(demand_threads)),
+            *(
+                self._thread("guess", i, self._serve_guesses)
+                for i in range(guess_threads if demand_threads else 0)
+            ),
         ]
         for thread in self._threads:
             thread.start()
 
-    def demand(self, expert: ExpertId, slot: Slot) -> None:
-        """Load a reserved expert ahead of every guess; without threads it is loaded before this returns."""
+    @staticmethod
+    def _thread(kind: str, index: int, work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=work, name=f"coop-{kind}-{index}", daemon=True)
+
+    def set_guessing(self, at_once: int, beside_demand: bool) -> None:
+        """How many guesses are read at once, and whether one may begin while a demanded read is under way."""
+        with self._lock:
+            self._guesses_at_once, self._may_guess_beside = at_once, beside_demand
+            self._guessing.notify_all()
+
+    def pause(self, is_paused: bool) -> None:
+        """Begin no guess while paused; demands go on."""
+        with self._lock:
+            self._is_paused = is_paused
+            self._guessing.notify_all()
+            self._idle.notify_all()
+
+    def demand(self, batch: Sequence[tuple[ExpertId, Slot]]) -> None:
+        """Load reserved experts ahead of every guess; without threads they are loaded before this returns."""
         if not self._threads:
-            self._load(expert, slot, is_speculative=False)
+            for expert, slot in batch:
+                self._load(expert, slot, is_speculative=False)
             return
-        with self._wake:
+        with self._lock:
             if self._is_closed:
                 raise ClosedError("the prefetcher is closed")
-            self._demands.append((expert, slot))
-            self._wake.notify()
+            self._demands.extend(batch)
+            self._demanding.notify(len(batch))
+
+    def withdraw(self, batch: Sequence[tuple[ExpertId, Slot]]) -> list[ExpertId]:
+        """Take back what nobody has begun to read: those reservations are the caller's to abandon."""
+        with self._lock:
+            kept = [entry for entry in self._demands if entry not in batch]
+            self._demands.clear()
+            self._demands.extend(kept)
+            experts = [expert for expert, _ in batch]
+            return [e for e in experts if e not in self._demanded and self._residency.is_loading(e)]
 
     def wish(self, experts: Iterable[ExpertId]) -> None:
         """Replace the guesses for the next layers, likeliest first."""
-        with self._wake:
+        with self._lock:
             self._wishes.clear()
             self._wishes.extend(experts)
-            self._wake.notify_all()
+            self._guessing.notify(len(self._wishes))
 
     def seed(self, experts: Iterable[ExpertId]) -> None:
         """Replace the start-up list: loaded when nothing else is asked for, in the order given."""
-        with self._wake:
+        with self._lock:
             self._seeds.clear()
             self._seeds.extend(experts)
-            self._wake.notify_all()
+            self._guessing.notify(len(self._seeds))
 
     def check_alive(self) -> None:
         """Raise PrefetchError if a loader thread has died."""
@@ -96,50 +137,72 @@ class Prefetcher:
             raise PrefetchError(f"loader thread {dead[0]} died; start again")
 
     def wait_idle(self, seconds: float) -> bool:
-        """Wait until every queue is empty and no read is under way; False if that takes longer."""
+        """Wait until nothing more will be read by itself; False if that takes longer. Paused guesses do not count."""
         deadline = time.monotonic() + seconds
-        with self._wake:
-            while self._demands or self._wishes or self._seeds or self._busy:
+        with self._lock:
+            while self._demands or self._demanded or self._guessed or self._has_guesses():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._wake.wait(left)
+                self._idle.wait(left)
         return True
 
     def close(self) -> None:
         """Stop the threads; returns within two seconds even if a read hangs (the threads are daemons)."""
-        with self._wake:
+        with self._lock:
             self._is_closed = True
             self._demands.clear()
             self._wishes.clear()
             self._seeds.clear()
-            self._wake.notify_all()
+            for condition in (self._demanding, self._guessing, self._idle):
+                condition.notify_all()
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _work(self) -> None:
+    # the threads
+
+    def _serve_demands(self) -> None:
         while True:
-            with self._wake:
-                while not (self._is_closed or self._demands or self._wishes or self._seeds):
-                    self._wake.wait()
+            with self._lock:
+                while not (self._is_closed or self._demands):
+                    self._demanding.wait()
                 if self._is_closed:
                     return
-                demand = self._demands.popleft() if self._demands else None
-                guess = None if demand else self._pop_guess()
-                self._busy += 1
+                expert, slot = self._demands.popleft()
+                self._demanded.add(expert)
             try:
-                if demand is not None:
-                    self._load(*demand, is_speculative=False)
-                elif guess is not None:
-                    self._load_guess(guess)
+                self._load(expert, slot, is_speculative=False)
             finally:
-                with self._wake:
-                    self._busy -= 1
-                    self._wake.notify_all()
+                self._finished(self._demanded, expert)
 
-    def _pop_guess(self) -> ExpertId:
-        return self._wishes.popleft() if self._wishes else self._seeds.popleft()
+    def _serve_guesses(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._is_closed or self._may_guess()):
+                    self._guessing.wait()
+                if self._is_closed:
+                    return
+                expert = self._wishes.popleft() if self._wishes else self._seeds.popleft()
+                self._guessed.add(expert)
+            try:
+                self._load_guess(expert)
+            finally:
+                self._finished(self._guessed, expert)
+
+    def _has_guesses(self) -> bool:
+        return bool(self._wishes or self._seeds) and not self._is_paused and self._guesses_at_once > 0
+
+    def _may_guess(self) -> bool:
+        is_disk_free = self._may_guess_beside or not (self._demands or self._demanded)
+        return self._has_guesses() and is_disk_free and len(self._guessed) < self._guesses_at_once
+
+    def _finished(self, group: set[ExpertId], expert: ExpertId) -> None:
+        with self._lock:
+            group.discard(expert)
+            if self._may_guess():
+                self._guessing.notify(self._guesses_at_once)
+            self._idle.notify_all()
 
     def _load_guess(self, expert: ExpertId) -> None:
         try:
@@ -147,7 +210,8 @@ class Prefetcher:
         except CoopError:  # closed, or no memory: a guess is never a reason to fail
             slot = None
         if slot is None:
-            self.counters.speculative_refused += 1
+            with self._lock:
+                self.counters.speculative_refused += 1
             return
         self._load(expert, slot, is_speculative=True)
 
@@ -155,14 +219,17 @@ class Prefetcher:
         start = time.perf_counter()
         try:
             nbytes = self._store.load(expert, slot)
-        except Exception as exc:
-            with self._wake:
+        except BaseException as exc:
+            with self._lock:
                 self.counters.speculative_failed += is_speculative
             if not self._is_closed:
                 self._residency.abandon(expert, exc)
+            if not isinstance(exc, Exception):  # Ctrl-C, where the caller itself loads
+                raise
             return
-        with self._wake:
+        with self._lock:
             self.counters.bytes_read += nbytes
+            self.counters.bytes_speculative += nbytes * is_speculative
             self.counters.demand_loads += not is_speculative
             self.counters.speculative_loads += is_speculative
         self._on_load(expert, nbytes, time.perf_counter() - start)

@@ -1,18 +1,20 @@
 """Residency: who is where, in bytes, with leases.
 
-Owns every slot and the byte account; promises that the bytes of all slots never exceed the budget, that a
-leased expert is never evicted, and that no expert is loaded twice at once. Called by the scheduler (leases)
-and by the prefetcher's threads (reserve, publish). Its one lock is never held over I/O or compute.
+Owns every slot of one tier and its byte account; promises that the bytes of all slots never exceed the
+budget, that a leased expert is never evicted, and that no expert is loaded twice at once. Called by a
+layer call's demand (leases) and by loader threads (reserve, publish). Its lock is never held over I/O or compute.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
+import torch
 
 from coop.errors import BudgetError, ClosedError
 from coop.ids import ExpertId
@@ -28,6 +30,33 @@ class State(IntEnum):
     RESIDENT = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to read one expert's slot until it is released; `generation` is the slot's when it was leased."""
+
+    expert: ExpertId
+    slot: Slot
+    generation: int
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The expert's weights; a slot that has changed hands since is a fault of ours, never served."""
+        assert self.slot.generation == self.generation, (
+            f"{self.expert}: the slot was given away under its lease"
+        )
+        return self.slot.weights
+
+
+@dataclass(slots=True)
+class Granted:
+    """What became of a demand for several experts."""
+
+    leases: list[Lease] = field(default_factory=list)  # resident, leased now
+    joined: list[ExpertId] = field(default_factory=list)  # a guess is bringing them, leased on arrival
+    to_load: list[tuple[ExpertId, Slot]] = field(default_factory=list)  # reserved and leased, yet to be read
+    without_room: list[ExpertId] = field(default_factory=list)
+
+
 class Residency:
     """Slots for experts under a byte budget.
 
@@ -36,6 +65,7 @@ class Residency:
         budget_bytes: the most that all slots together may take.
         new_slot: allocates a slot for a layer.
         likelihood: float64 [layers, experts], read when a victim is needed; owned by the forecast.
+        on_free: called with each slot that is given up (tests poison it there).
     """
 
     def __init__(
@@ -44,6 +74,7 @@ class Residency:
         budget_bytes: int,
         new_slot: Callable[[int], Slot],
         likelihood: np.ndarray,
+        on_free: Callable[[Slot], None] = lambda slot: None,
     ) -> None:
         shape = (len(geometry), max(layer.num_experts for layer in geometry))
         self.changed = threading.Condition()
@@ -51,56 +82,90 @@ class Residency:
         self.used_bytes = 0
         self.used_bytes_max = 0
         self.evictions = 0
+        self.wasted_loads = 0  # guesses that were evicted before anyone asked for them
+        self.wasted_bytes = 0
         self._slot_bytes = tuple(layer.slot_bytes for layer in geometry)
         self._kind = tuple(layer.kind for layer in geometry)
         self._kind_bytes = {layer.kind: layer.slot_bytes for layer in geometry}
-        self._new_slot = new_slot
+        self._new_slot, self._on_free = new_slot, on_free
         self._likelihood = likelihood
         self._state = np.zeros(shape, dtype=np.int8)
         self._leases = np.zeros(shape, dtype=np.int32)
+        self._is_guess = np.zeros(shape, dtype=bool)  # loaded on a guess, not asked for yet
         self._slots: dict[ExpertId, Slot] = {}
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)  # by kind
         self._failures: dict[ExpertId, BaseException] = {}
+        self._starved = 0  # experts of a call that found no room: guesses stand back
         self._is_closed = False
 
-    def lease(self, expert: ExpertId) -> Slot | None:
+    # leases
+
+    def lease(self, expert: ExpertId) -> Lease | None:
         """Lease a resident expert, or None if it is not resident. Pair with `release`."""
         with self.changed:
             self._check_open()
             if self._state[expert] != State.RESIDENT:
                 return None
-            self._leases[expert] += 1
-            return self._slots[expert]
+            return self._lease(expert)
+
+    def lease_resident(self, experts: Iterable[ExpertId]) -> list[Lease]:
+        """Lease those of a call's experts that are resident, all before any room is made."""
+        with self.changed:
+            self._check_open()
+            return [self._lease(e) for e in experts if self._state[e] == State.RESIDENT]
 
     def hold(self, expert: ExpertId) -> bool:
         """Lease an expert whose load is under way, so that it stays once it has arrived; False if none is."""
         with self.changed:
             if self._state[expert] != State.LOADING:
                 return False
-            self._leases[expert] += 1
+            self._take_lease(expert)
             return True
 
-    def held(self, expert: ExpertId) -> Slot | None:
-        """The slot of a held expert once its bytes have arrived, else None."""
+    def held(self, expert: ExpertId) -> Lease | None:
+        """The lease of a held expert once its bytes have arrived, else None."""
         with self.changed:
-            return self._slots[expert] if self._state[expert] == State.RESIDENT else None
+            if self._state[expert] != State.RESIDENT:
+                return None
+            slot = self._slots[expert]
+            return Lease(expert, slot, slot.generation)
 
-    def release(self, expert: ExpertId) -> None:
-        """Give back one lease."""
+    def release(self, *experts: ExpertId) -> None:
+        """Give back one lease of each."""
         with self.changed:
-            assert self._leases[expert] > 0, f"{expert} released more often than leased"
-            self._leases[expert] -= 1
+            for expert in experts:
+                assert self._leases[expert] > 0, f"{expert} released more often than leased"
+                self._leases[expert] -= 1
             self._settle()
             self.changed.notify_all()
+
+    # loads
+
+    def demand(self, experts: Sequence[ExpertId]) -> Granted:
+        """Lease, join or reserve each of a call's experts, in the order given, under one lock.
+
+        BudgetError where memory that the budget allows cannot be had; then nothing was granted.
+        """
+        granted = Granted()
+        with self.changed:
+            try:
+                for expert in experts:
+                    self._grant(expert, granted)
+            except BaseException as exc:
+                self._take_back(granted, exc)
+                raise
+            self._starved = len(granted.without_room)
+        return granted
 
     def reserve(self, expert: ExpertId, is_speculative: bool) -> Slot | None:
         """A slot to load `expert` into, marked LOADING, or None if it is not absent or no room can be made.
 
-        A demand reservation comes with a lease. A speculative one evicts only experts less likely than itself.
+        A demand reservation comes with a lease. A speculative one evicts only experts less likely than
+        itself, and takes nothing while a call waits for room.
         """
         with self.changed:
             self._check_open()
-            if self._state[expert] != State.ABSENT:
+            if self._state[expert] != State.ABSENT or (is_speculative and self._starved):
                 return None
             if not self._make_room(expert, is_speculative):
                 return None
@@ -108,6 +173,7 @@ class Residency:
             slot = self._take_slot(expert.layer)
             self._slots[expert] = slot
             self._state[expert] = State.LOADING
+            self._is_guess[expert] = is_speculative
             self._leases[expert] += not is_speculative
             return slot
 
@@ -144,6 +210,13 @@ class Residency:
         with self.changed:
             return self._failures.get(expert)
 
+    def calm(self) -> None:
+        """The call that found no room is over: guesses may take slots again."""
+        with self.changed:
+            self._starved = 0
+
+    # the budget
+
     def resize(self, budget_bytes: int) -> None:
         """Change the budget; shrinking evicts the least likely unleased experts at once.
 
@@ -157,14 +230,34 @@ class Residency:
             self._settle()
             self.changed.notify_all()
 
-    def reset_peak(self) -> None:
-        """Start `used_bytes_max` again from what is held now."""
+    def evict(self, expert: ExpertId) -> bool:
+        """Free the slot of a resident expert that nobody leases; False if there is none."""
+        with self.changed:
+            if self._state[expert] != State.RESIDENT or self._leases[expert]:
+                return False
+            self._evict(expert)
+            self.changed.notify_all()
+            return True
+
+    def reset_counters(self) -> None:
+        """Start peaks and counts again from what is held now."""
         with self.changed:
             self.used_bytes_max = self.used_bytes
+            self.evictions = self.wasted_loads = self.wasted_bytes = 0
+
+    # views
 
     def is_absent(self, expert: ExpertId) -> bool:
         """Neither resident nor on its way (a hint: another thread may change it)."""
         return bool(self._state[expert] == State.ABSENT)
+
+    def is_loading(self, expert: ExpertId) -> bool:
+        """On its way (a hint: another thread may change it)."""
+        return bool(self._state[expert] == State.LOADING)
+
+    def absent(self, layer: int) -> np.ndarray:
+        """Experts of a layer that are neither resident nor on their way, bool [experts] (a hint)."""
+        return np.asarray(self._state[layer] == State.ABSENT)
 
     def resident(self) -> np.ndarray:
         """Copy of the resident map, bool [layers, experts]."""
@@ -188,9 +281,36 @@ class Residency:
             self.used_bytes = 0
             self.changed.notify_all()
 
+    # under the lock
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the runtime is closed; attach again to go on")
+
+    def _grant(self, expert: ExpertId, granted: Granted) -> None:
+        if self._state[expert] == State.RESIDENT:
+            granted.leases.append(self._lease(expert))
+        elif self.hold(expert):
+            granted.joined.append(expert)
+        elif (slot := self.reserve(expert, is_speculative=False)) is not None:
+            granted.to_load.append((expert, slot))
+        else:
+            granted.without_room.append(expert)
+
+    def _take_back(self, granted: Granted, error: BaseException) -> None:
+        for expert, _ in granted.to_load:
+            self.abandon(expert, error)
+            self.release(expert)
+        self.release(*(lease.expert for lease in granted.leases), *granted.joined)
+
+    def _lease(self, expert: ExpertId) -> Lease:
+        self._take_lease(expert)
+        slot = self._slots[expert]
+        return Lease(expert, slot, slot.generation)
+
+    def _take_lease(self, expert: ExpertId) -> None:
+        self._leases[expert] += 1
+        self._is_guess[expert] = False  # somebody asked for it: no waste any more
 
     def _make_room(self, expert: ExpertId, is_speculative: bool) -> bool:
         """Evict until a slot of the expert's layer fits. A free slot of the right size is already paid for."""
@@ -252,10 +372,14 @@ class Residency:
 
     def _evict(self, expert: ExpertId) -> None:
         """Weights are read-only: nothing is copied back."""
+        self.wasted_loads += int(self._is_guess[expert])
+        self.wasted_bytes += int(self._is_guess[expert]) * self._slot_bytes[expert.layer]
         self._vacate(expert)
         self.evictions += 1
 
     def _vacate(self, expert: ExpertId) -> None:
         slot = self._slots.pop(expert)
+        slot.generation += 1
         self._state[expert] = State.ABSENT
+        self._on_free(slot)
         self._free[self._kind[expert.layer]].append(slot)

@@ -1,16 +1,18 @@
 """Scheduler: runs one MoE layer call through the three layers, and is the only class that knows all three.
 
 Owns residency, prefetcher, forecast, calendar and ring of one model; promises that the result of a call does
-not depend on the budget, the strategy, or what happened to be resident. Called by the experts function that
-transformers dispatches to, and by training's warm-up.
+not depend on the budget, the strategy, the ring, or what happened to be resident. Called by the experts
+function that transformers dispatches to, by experts that are modules of their own, and by training's warm-up.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,22 +20,26 @@ import torch
 
 from coop.adapters.transformers import ExpertsModule
 from coop.calendar import Calendar
-from coop.ctu import CTU
-from coop.dataflow import Gathered, combine, gather
-from coop.errors import ClosedError, CoopError, PrefetchError
-from coop.execution import run_expert
+from coop.ctu import CTU, DECODE_ROWS
+from coop.dataflow import Flow
+from coop.demand import LOAD_DEADLINE_SECONDS, Demand, Waits
+from coop.devices import Device, Memory
+from coop.devices.cpu import CpuDevice
+from coop.errors import ClosedError, RoutingError
+from coop.execution import run_decode, run_prefill
 from coop.forecast import Forecast
 from coop.ids import ExpertId
+from coop.policy import PriorityPolicy, unit_priority
 from coop.prefetch import Prefetcher
+from coop.pressure import PressureGuard
 from coop.profile import Profile
-from coop.residency import Residency
+from coop.residency import Lease, Residency
 from coop.ring import RingBuffer
 from coop.store import ModuleStore, Slot, Store
 from coop.strategy import Strategy, get_strategy
 from coop.topology import hardware_fingerprint
 
-LOAD_DEADLINE_SECONDS = 120.0  # no disk in use takes this long for one expert
-ALIVE_CHECK_SECONDS = 1.0
+POISON = 0xFF  # as bytes of a float of any width: NaN
 
 
 @dataclass(slots=True)
@@ -45,7 +51,7 @@ class CallCounters:
     hits_decode: int = 0
     misses_decode: int = 0
     calls: int = 0
-    wait_seconds: float = 0.0
+    waits: Waits = field(default_factory=Waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +71,21 @@ class Scheduler:
     """Serves the experts of one model from a store.
 
     Args:
-        experts: the model's experts modules, for flags and activations, in layer order.
+        experts: the model's experts modules, for flags and activations, in layer order; empty where experts
+            are modules of their own, which compute themselves.
         store: where weights come from.
         budget_bytes: most bytes of expert slots.
-        strategy: a preset.
+        strategy: a preset, adapted to the device's memory.
         ring_bytes: size of the output ring.
-        loader_threads: 0 loads in the calling thread and never guesses.
+        loader_threads: demanded reads at once; 0 loads in the calling thread and never guesses.
+        guess_threads: speculative reads at once.
         has_prefetch: whether experts are loaded before they are asked for.
         profile: what training learned, or None.
+        forecast: likelihoods that another tier shares, or None for one of its own.
+        device: where experts are computed.
+        guard: tells when guesses should stand back, or None.
+        policy: a priority signal from outside, or None.
+        poison: overwrite every slot that is given up with NaN, so that a read of it is seen (for tests).
     """
 
     def __init__(
@@ -84,25 +97,46 @@ class Scheduler:
         strategy: Strategy,
         ring_bytes: int,
         loader_threads: int,
+        guess_threads: int = 0,
         has_prefetch: bool = True,
         profile: Profile | None = None,
+        forecast: Forecast | None = None,
+        device: Device | None = None,
+        guard: PressureGuard | None = None,
+        policy: PriorityPolicy | None = None,
+        poison: bool = False,
     ) -> None:
         self.geometry = store.geometry
         self.strategy = strategy
         self.is_prefill = True
         self.counters = CallCounters()
         self.calendar = Calendar(len(self.geometry))
-        width = max(layer.num_experts for layer in self.geometry)
-        self.forecast = Forecast(len(self.geometry), width, strategy)
-        self.residency = Residency(self.geometry, budget_bytes, store.new_slot, self.forecast.likelihood)
+        self.forecast = forecast or Forecast(
+            len(self.geometry), max(layer.num_experts for layer in self.geometry), strategy
+        )
+        self._device = device or CpuDevice()
+        self.residency = Residency(
+            self.geometry,
+            budget_bytes,
+            store.new_slot,
+            self.forecast.likelihood,
+            *((self._poison,) if poison else ()),
+        )
         self._experts = list(experts)
         self._store = store
-        self._ring = RingBuffer(ring_bytes)
+        self.ring = RingBuffer(ring_bytes, self._device.torch_device)
+        self.guard = guard
         self._has_prefetch = has_prefetch and loader_threads > 0
-        self._call_lock = threading.Lock()
+        self._call_lock = threading.RLock()  # an expert that is a module may hold another layer of experts
         self._is_closed = False
         self._call_ended: tuple[int, float] = (-1, 0.0)
-        self._prefetcher = Prefetcher(store, self.residency, loader_threads, self._record_load)
+        self._announced: Demand | None = None
+        self._prefetcher = Prefetcher(
+            store, self.residency, loader_threads, guess_threads if has_prefetch else 0, self._record_load
+        )
+        self._put_in_force(strategy)
+        if policy is not None:
+            self.forecast.set_policy(policy)
         if profile is not None:
             self._seed(profile)
 
@@ -120,13 +154,33 @@ class Scheduler:
             loader_threads=0,
         )
 
+    # what a user may turn while it runs
+
     def set_strategy(self, name: str) -> None:
         """Switch to another preset, in force from the next call. CoopError for an unknown name."""
-        self.strategy = get_strategy(name)
-        self.forecast.set_strategy(self.strategy)
-        if self.strategy.prefetch_experts == 0:
-            self._prefetcher.wish([])
-            self._prefetcher.seed([])
+        self._put_in_force(get_strategy(name).adapted(self._device.memory))
+
+    def set_priority(self, policy: PriorityPolicy | None) -> None:
+        """Let a signal from outside move eviction and prefetch, from now on; None ends it.
+
+        Call it again when the signal has changed: every layer is asked anew, and what is now likeliest is
+        loaded when nothing else is. CoopError for an answer that is not one finite number for each expert.
+        """
+        with self._call_lock:
+            self.forecast.set_policy(policy)
+            self._seed_residency()
+
+    def resize(self, budget_bytes: int) -> None:
+        """Lower or raise the budget, in force at once; leased experts go when they are released.
+
+        BudgetError below one expert.
+        """
+        is_raised = budget_bytes > self.residency.budget_bytes
+        self.residency.resize(budget_bytes)
+        if is_raised:
+            self._seed_residency()
+
+    # the layer call
 
     @torch.no_grad()
     def execute(
@@ -139,19 +193,58 @@ class Scheduler:
         """
         with self._call_lock:
             self._check_open()
-            self._begin_call(layer)
             if hidden.shape[0] == 0:
                 return torch.empty_like(hidden)
-            ids = expert_ids.numpy()
-            gathered = gather(layer, hidden, ids, self.geometry[layer].num_experts)
-            outputs = self._ring.push(gathered.rows.shape[0], hidden.shape[1], hidden.dtype)
+            self._begin_call(layer, hidden.shape[0])
+            ids = expert_ids.cpu().numpy()  # the one synchronisation with a device
+            flow = Flow(
+                layer, hidden, ids, weights, self.geometry[layer].num_experts, self.ring, self._launch
+            )
             try:
-                self._run_units(layer, gathered, outputs, ids)
-                result = combine(outputs, gathered, weights, hidden.dtype)
+                self._run_units(layer, flow, ids)
+                result = flow.result(self._device.synchronize)
             finally:
-                self._ring.pop()
+                flow.close()
             self._call_ended = (layer, time.perf_counter())
             return result
+
+    @contextmanager
+    def lend(self, expert: ExpertId) -> Iterator[Mapping[str, torch.Tensor]]:
+        """One expert's weights, resident while the block runs: for an expert that is a module of its own."""
+        with self._call_lock:
+            self._check_open()
+            announced = self._announced
+            if announced is not None and announced.covers(expert):
+                yield self._await(announced, expert).weights
+                announced.release(expert)
+                return
+            self._begin_call(expert.layer, 1)
+            self.forecast.observe(expert.layer, np.array([[expert.expert]]))
+            with self._demand([expert]) as demand:
+                demand.request()
+                yield self._await(demand, expert).weights
+
+    def announce(self, layer: int, expert_ids: np.ndarray) -> None:
+        """Which experts a layer of modules is about to call, int64 [tokens, k]: what is missing is asked for now."""
+        with self._call_lock:
+            self._check_open()
+            self.end_announcement()
+            distinct = np.unique(expert_ids)
+            if distinct.size and (distinct[0] < 0 or distinct[-1] >= self.geometry[layer].num_experts):
+                raise RoutingError(f"layer {layer}: the router chose expert {distinct[-1]}")
+            if distinct.size:
+                self._begin_call(layer, expert_ids.shape[0])
+                self.forecast.observe(layer, expert_ids)
+                self._announced = self._demand([ExpertId(layer, e) for e in distinct.tolist()])
+                self._announced.request()
+                self._prefetch(layer, len(distinct), max(1, expert_ids.size // len(distinct)))
+
+    def end_announcement(self) -> None:
+        """Give back what was announced and not called."""
+        with self._call_lock:
+            if self._announced is not None:
+                self._announced.close()
+                self._announced = None
 
     @torch.no_grad()
     def warmup(
@@ -193,6 +286,7 @@ class Scheduler:
         with self._call_lock:
             self.residency.close()
             self._store.close()
+            self._device.close()
 
     # the parts of a call, in order
 
@@ -200,144 +294,150 @@ class Scheduler:
         if self._is_closed:
             raise ClosedError("the runtime is closed; attach again to go on")
 
-    def _begin_call(self, layer: int) -> None:
+    def _begin_call(self, layer: int, tokens: int) -> None:
         self.counters.calls += 1
         last, ended = self._call_ended
         if last == layer - 1 and not self.is_prefill:
             self.calendar.record_between(last, time.perf_counter() - ended)
+        if layer == 0 and self.is_prefill and tokens > 1:
+            self.forecast.begin_prompt(tokens, [geometry.top_k for geometry in self.geometry])
+        if self.guard is not None:
+            self._prefetcher.pause(self.guard.poll())
 
-    def _run_units(self, layer: int, gathered: Gathered, outputs: torch.Tensor, ids: np.ndarray) -> None:
+    def _run_units(self, layer: int, flow: Flow, ids: np.ndarray) -> None:
         """L3 lease, L3 prefetch, L1 run: ready units first, the others as their weights arrive."""
         self.forecast.observe(layer, ids)
-        ready, waiting = self._lease(gathered.units)
-        leased = {unit.expert for unit in ready}
-        try:
-            pending = self._request(waiting, leased)
-            self._prefetch(layer, gathered)
-            while ready or leased or pending:
-                for unit in sorted(ready, key=lambda u: -u.priority):
-                    self._run(unit, gathered, outputs)
-                    self.residency.release(unit.expert)
-                    leased.discard(unit.expert)
-                pending = self._request(pending, leased)
-                ready = self._await(waiting, leased, pending)
-        finally:
-            for expert in leased:
-                self.residency.release(expert)
+        slices = Counter(unit.expert for unit in flow.units)  # left to run, by expert
+        with self._demand(list(slices)) as demand:
+            demand.request()
+            self._prefetch(layer, len(slices), flow.units[0].rows)
+            ready: list[CTU] = []
+            while slices:
+                arrived = set(demand.take_arrived())
+                ready += [unit for unit in flow.units if unit.expert in arrived]
+                batch = self._pick(ready, flow, demand)
+                if not batch:
+                    demand.wait(for_ring=bool(ready))
+                    demand.request()
+                    continue
+                self._run(batch, flow, demand)
+                slices.subtract(unit.expert for unit in batch)
+                ended = [expert for expert in {unit.expert for unit in batch} if not slices[expert]]
+                for expert in ended:
+                    del slices[expert]
+                demand.release(*ended)
+                demand.request()
 
-    def _lease(self, units: Sequence[CTU]) -> tuple[list[CTU], list[CTU]]:
-        """Hits are leased at once, so that making room for a miss cannot evict them."""
-        ready: list[CTU] = []
-        waiting: list[CTU] = []
-        for unit in units:
-            (ready if self.residency.lease(unit.expert) else waiting).append(unit)
+    def _demand(self, experts: Sequence[ExpertId]) -> Demand:
+        """L3: hits are leased at once, so that making room for a miss cannot evict them."""
+        demand = Demand(
+            experts,
+            self.residency,
+            self._prefetcher,
+            self._store.disk_order,
+            self.counters.waits,
+            self._check_open,
+        )
         if self.is_prefill:
-            self.counters.hits_prefill += len(ready)
-            self.counters.misses_prefill += len(waiting)
+            self.counters.hits_prefill += demand.hits
+            self.counters.misses_prefill += demand.misses
         else:
-            self.counters.hits_decode += len(ready)
-            self.counters.misses_decode += len(waiting)
-        return ready, waiting
+            self.counters.hits_decode += demand.hits
+            self.counters.misses_decode += demand.misses
+        return demand
 
-    def _request(self, units: Sequence[CTU], leased: set[ExpertId]) -> list[CTU]:
-        """Ask for weights in disk order; returns the units for which there is no room yet."""
-        without_room = []
-        for unit in sorted(units, key=lambda u: self._store.disk_order(u.expert)):
-            if self.residency.hold(unit.expert) or self.residency.lease(unit.expert):
-                leased.add(unit.expert)  # a guess brought it, or is bringing it
-                continue
-            slot = self.residency.reserve(unit.expert, is_speculative=False)
-            if slot is None:
-                without_room.append(unit)
-                continue
-            leased.add(unit.expert)
-            self._demand(unit.expert, slot)
-        return without_room
-
-    def _demand(self, expert: ExpertId, slot: Slot) -> None:
-        """Hand a reservation to the loaders; whatever comes between, even Ctrl-C, must not leave it behind."""
-        try:
-            self._prefetcher.demand(expert, slot)
-        except BaseException as exc:
-            self.residency.abandon(expert, exc)
-            raise
-
-    def _prefetch(self, layer: int, gathered: Gathered) -> None:
+    def _prefetch(self, layer: int, experts: int, rows: int) -> None:
         """L3: name the experts that the next layer will likely want, as many as the gap before it can hide."""
-        if not self._has_prefetch:
+        if not self._has_prefetch or self.strategy.prefetch_experts == 0:
             return
         following = (layer + 1) % len(self.geometry)
-        count = self._guesses(layer, following, gathered)
-        ranked = self.forecast.rank(following)[: self.geometry[following].num_experts]
-        absent = (ExpertId(following, int(e)) for e in ranked)
-        guesses = [expert for expert in absent if self.residency.is_absent(expert)][:count]
-        if self.is_prefill:
+        is_streaming = self.is_prefill and following > 0
+        count = self._guesses(layer, following, experts, rows, is_streaming)
+        absent = self.residency.absent(following)
+        ranked = [int(e) for e in self.forecast.rank(following) if absent[e]]
+        inside = self.geometry[following].num_experts
+        guesses = [ExpertId(following, e) for e in ranked if e < inside][:count]
+        if is_streaming:
             guesses.sort(key=self._store.disk_order)
         self._prefetcher.wish(guesses)
 
-    def _guesses(self, layer: int, following: int, gathered: Gathered) -> int:
-        """How many experts fit the gap. A prompt wants nearly all of the next layer: there, guess the limit."""
-        limit = self.strategy.prefetch_experts
-        if limit == 0:
-            return 0
-        if self.is_prefill:
-            return max(limit, min(self.geometry[following].num_experts, gathered.rows.shape[0]))
-        load_ms = self.calendar.load_ms(self.geometry[following].slot_bytes)
-        if load_ms == 0.0:
-            return limit
-        gap_ms = self.calendar.gap_ms(layer, len(gathered.units), gathered.units[0].rows)
-        return min(limit, int(self.strategy.gap_factor * gap_ms / load_ms))
+    def _guesses(self, layer: int, following: int, experts: int, rows: int, is_streaming: bool) -> int:
+        """How many experts fit the gap. A prompt wants nearly all of the next layer: its stream begins now."""
+        limit, geometry = self.strategy.prefetch_experts, self.geometry[following]
+        if is_streaming:
+            return max(limit, min(geometry.num_experts, experts * rows))
+        gap_ms = self.strategy.gap_factor * self.calendar.gap_ms(layer, experts, rows)
+        return min(limit, self.calendar.loads_that_fit(gap_ms, geometry.slot_bytes))
 
-    def _run(self, unit: CTU, gathered: Gathered, outputs: torch.Tensor) -> None:
-        """L1: one expert's rows into its segment of the ring."""
-        slot = self.residency.held(unit.expert)
-        assert slot is not None, f"{unit.expert} run without its weights"
-        began = time.perf_counter()
-        self._compute(unit, slot, gathered.rows[unit.start : unit.stop], outputs[unit.start : unit.stop])
-        self.calendar.record_compute(unit.expert.layer, unit.rows, time.perf_counter() - began)
+    def _pick(self, ready: list[CTU], flow: Flow, demand: Demand) -> list[CTU]:
+        """L1: which ready units run next, taken out of `ready`; none where waiting is better.
 
-    def _compute(self, unit: CTU, slot: Slot, rows: torch.Tensor, out: torch.Tensor) -> None:
-        run_expert(self._module(unit.expert.layer), slot.weights, rows, out)
-
-    def _await(self, waiting: Sequence[CTU], leased: set[ExpertId], pending: Sequence[CTU]) -> list[CTU]:
-        """Units of this call whose weights have arrived; waits for at least one while any is on its way."""
-        outstanding = [unit for unit in waiting if unit.expert in leased]
-        if not outstanding and not pending:
+        A compact call runs all there is at once. Above the strategy's fill of the ring only the unit that the
+        sum waits for may run, if it is here or on its way: the others' outputs would find no room.
+        """
+        if flow.is_compact:
+            batch = list(ready)
+            ready.clear()
+            return batch
+        if self.ring.fill >= self.strategy.ring_fill:
+            head = flow.head
+            if head in ready:
+                ready.remove(head)
+                return [head]
+            if demand.is_coming(head.expert):
+                return []
+        if not ready:
             return []
+        for unit in ready:
+            ms = self.calendar.compute_ms(unit.expert.layer, unit.rows)
+            unit.priority = unit_priority(unit.rows, ms, demand.is_short)
+        best = max(ready, key=lambda unit: (unit.priority, -unit.index))
+        ready.remove(best)
+        return [best]
+
+    def _run(self, batch: list[CTU], flow: Flow, demand: Demand) -> None:
+        """L1: units whose weights are here, each into its segment of the ring, and into the sum when it is its turn."""
         began = time.perf_counter()
-        deadline = began + LOAD_DEADLINE_SECONDS
-        with self.residency.changed:
-            while True:
-                ready = [unit for unit in outstanding if self.residency.held(unit.expert)]
-                if ready:
-                    break
-                self._check_open()
-                self._raise_load_errors(outstanding)
-                if pending and self._has_room_for(pending):
-                    break
-                if time.perf_counter() > deadline:
-                    raise PrefetchError(
-                        f"{(outstanding or pending)[0].expert} did not arrive in {LOAD_DEADLINE_SECONDS:.0f} s"
-                    )
-                self.residency.changed.wait(ALIVE_CHECK_SECONDS)
-                self._prefetcher.check_alive()
-        self.counters.wait_seconds += time.perf_counter() - began
-        return ready
+        module = self._experts[batch[0].expert.layer].module
+        leases = [demand.lease(unit.expert) for unit in batch]
+        weights = [lease.weights for lease in leases]
+        rows = [flow.rows(unit) for unit in batch]
+        outs = [flow.output(unit) for unit in batch]
+        if batch[0].rows <= DECODE_ROWS:
+            self._launch_reading(leases, lambda: run_decode(module, weights, rows, outs))
+        else:
+            self._launch_reading(leases, lambda: run_prefill(module, weights[0], rows[0], outs[0]))
+        seconds = (time.perf_counter() - began) / len(batch)
+        for unit in batch:
+            if self._device.memory is Memory.HOST:  # elsewhere this was the time to launch
+                self.calendar.record_compute(unit.expert.layer, unit.rows, seconds)
+            flow.add(unit)
 
-    def _has_room_for(self, pending: Sequence[CTU]) -> bool:
-        return any(self.residency.can_reserve(unit.expert) for unit in pending)
+    def _launch_reading(self, leases: Sequence[Lease], work: Any) -> None:
+        self._device.launch(work, [lease.slot.buffer for lease in leases])
+        fence = self._device.record()
+        for lease in leases:
+            lease.slot.last_read = fence
 
-    def _raise_load_errors(self, outstanding: Sequence[CTU]) -> None:
-        """A loader's exception belongs to the call that waits for its expert."""
-        for unit in outstanding:
-            error = self.residency.failure(unit.expert)
-            if error is None:
-                continue
-            if isinstance(error, CoopError):
-                raise error
-            raise PrefetchError(f"loading {unit.expert} failed: {error}") from error
+    def _launch(self, work: Any) -> None:
+        self._device.launch(work, [])
+
+    def _await(self, demand: Demand, expert: ExpertId) -> Lease:
+        while not demand.has(expert):
+            if expert not in demand.take_arrived():
+                demand.wait()
+                demand.request()
+        return demand.lease(expert)
 
     # around calls
+
+    def _put_in_force(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.forecast.set_strategy(strategy)
+        self._prefetcher.set_guessing(strategy.guesses_in_flight, strategy.guess_beside_demand)
+        if strategy.prefetch_experts == 0:
+            self._prefetcher.wish([])
+            self._prefetcher.seed([])
 
     def _seed(self, profile: Profile) -> None:
         """Start the forecast, the timings and the loading from what training learned."""
@@ -348,11 +448,12 @@ class Scheduler:
                     measured = profile.compute_ms[layer, :, index]
                     if np.isfinite(measured).any():
                         self.calendar.seed_compute(layer, rows, float(np.nanmedian(measured)))
-        if self._has_prefetch and self.strategy.seed_share > 0:
-            self._prefetcher.seed(self._hottest_that_fit())
+        self._seed_residency()
 
-    def _hottest_that_fit(self) -> list[ExpertId]:
-        """The likeliest experts up to the seeded share of the budget, in disk order: one sweep over the file."""
+    def _seed_residency(self) -> None:
+        """Load the likeliest experts up to the seeded share of the budget, in disk order: one sweep over the file."""
+        if not self._has_prefetch or self.strategy.seed_share == 0:
+            return
         left = int(self.residency.budget_bytes * self.strategy.seed_share)
         chosen = []
         for layer, expert in self.forecast.hottest():
@@ -360,10 +461,18 @@ class Scheduler:
             if left < 0:
                 break
             chosen.append(ExpertId(layer, expert))
-        return sorted(chosen, key=self._store.disk_order)
+        self._prefetcher.seed(sorted(chosen, key=self._store.disk_order))
 
     def _record_load(self, expert: ExpertId, nbytes: int, seconds: float) -> None:
-        self.calendar.record_load(nbytes, seconds)
+        self.calendar.record_load(expert.layer, nbytes, seconds)
+        if self.guard is not None:
+            self.guard.note_load(nbytes, seconds)
+
+    def _poison(self, slot: Slot) -> None:
+        """Fill a slot that is given up with NaN, behind its last reader and before its next writer."""
+        if slot.nbytes:
+            bytes_of_nan = self._device.new_staging(slot.nbytes).fill_(POISON)
+            slot.last_read = self._device.copy(bytes_of_nan, slot.buffer, slot.last_read)
 
     def _all_experts(self) -> list[ExpertId]:
         return [
@@ -375,50 +484,37 @@ class Scheduler:
     def _time_expert(
         self, expert: ExpertId, row_counts: Sequence[int], repeats: int, compute_ms: np.ndarray
     ) -> None:
-        slot = self._lease_now(expert)
-        module, weight = self._module(expert.layer), slot.weights["down_proj"]
-        like = {"dtype": weight.dtype, "device": weight.device}
-        try:
+        module = self._experts[expert.layer].module
+        with self._call_lock, self._demand([expert]) as demand:
+            demand.request()
+            lease = self._await(demand, expert)
+            weight = lease.weights["down_proj"]
+            like = {"dtype": weight.dtype, "device": weight.device}
             for index, count in enumerate(row_counts):
-                rows = torch.ones(count, _input_width(module, slot), **like)  # type: ignore[call-overload]
-                out = torch.empty(count, _output_width(module, slot), **like)  # type: ignore[call-overload]
-                best = self._fastest(CTU(expert, 0, count, 0.0), slot, rows, out, repeats)
+                rows = torch.ones(count, _input_width(module, lease.weights), **like)  # type: ignore[call-overload]
+                out = torch.empty(count, _output_width(module, lease.weights), **like)  # type: ignore[call-overload]
+                best = min(self._time_once(module, lease, rows, out) for _ in range(max(1, repeats)))
                 compute_ms[expert.layer, expert.expert, index] = best * 1e3
                 self.calendar.record_compute(expert.layer, count, best)
-        finally:
-            self.residency.release(expert)
 
-    def _fastest(self, unit: CTU, slot: Slot, rows: torch.Tensor, out: torch.Tensor, repeats: int) -> float:
-        """Seconds of the fastest of `repeats` runs."""
-        best = float("inf")
-        for _ in range(max(1, repeats)):
-            began = time.perf_counter()
-            self._compute(unit, slot, rows, out)
-            if out.device.type != "cpu":
-                torch.accelerator.synchronize(out.device)  # a launched kernel is not a finished one
-            best = min(best, time.perf_counter() - began)
-        return best
-
-    def _lease_now(self, expert: ExpertId) -> Slot:
-        unit = CTU(expert, 0, 0, 0.0)
-        slot = self.residency.lease(expert)
-        if slot is None:
-            leased: set[ExpertId] = set()
-            pending = self._request([unit], leased)
-            self._await([unit], leased, pending)
-            slot = self.residency.held(expert)
-        assert slot is not None, f"{expert} cannot be leased"
-        return slot
-
-    def _module(self, layer: int) -> Any:
-        return self._experts[layer].module
+    def _time_once(self, module: Any, lease: Lease, rows: torch.Tensor, out: torch.Tensor) -> float:
+        weights = lease.weights
+        began = time.perf_counter()
+        if rows.shape[0] <= DECODE_ROWS:
+            self._launch_reading([lease], lambda: run_decode(module, [weights], [rows], [out]))
+        else:
+            self._launch_reading([lease], lambda: run_prefill(module, weights, rows, out))
+        self._device.synchronize()
+        if out.device.type != "cpu":
+            torch.accelerator.synchronize(out.device)  # a launched kernel is not a finished one
+        return time.perf_counter() - began
 
 
-def _input_width(experts: Any, slot: Slot) -> int:
-    weight = slot.weights["gate_up_proj" if experts.has_gate else "up_proj"]
+def _input_width(experts: Any, weights: Mapping[str, torch.Tensor]) -> int:
+    weight = weights["gate_up_proj" if experts.has_gate else "up_proj"]
     return weight.shape[0] if experts.is_transposed else weight.shape[1]
 
 
-def _output_width(experts: Any, slot: Slot) -> int:
-    weight = slot.weights["down_proj"]
+def _output_width(experts: Any, weights: Mapping[str, torch.Tensor]) -> int:
+    weight = weights["down_proj"]
     return weight.shape[1] if experts.is_transposed else weight.shape[0]

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from coop.adapters.transformers import ExpertsModule
+from coop.devices import DONE, Fence
 from coop.errors import StoreError
 from coop.ids import ExpertId
 from coop.layout import LayerLayout, Layout, Piece
@@ -39,12 +40,17 @@ class MergeAdapter(Protocol):
 
 
 class Slot:
-    """Memory for one expert: `buffer` uint8 [slot_bytes], `weights` views into it by parameter name."""
+    """Memory for one expert: `buffer` uint8 [slot_bytes], `weights` views into it by parameter name.
 
-    __slots__ = ("buffer", "nbytes", "weights")
+    `generation` counts how often the slot was given up; `last_read` is passed once no launched work reads it.
+    """
+
+    __slots__ = ("buffer", "generation", "last_read", "nbytes", "weights")
 
     def __init__(self, buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         self.buffer, self.weights, self.nbytes = buffer, weights, buffer.numel()
+        self.generation = 0
+        self.last_read: Fence = DONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,13 +98,13 @@ class Runtime:
             bytes_read=self.scheduler.loads["bytes_read"] - self._bytes_before,
             budget_bytes=residency.budget_bytes,
             resident_bytes_max=residency.used_bytes_max,
-            wait_seconds=counters.wait_seconds,
+            wait_seconds=counters.waits.total,
         )
 
     def reset_stats(self) -> None:
         """Count from here: for a second request with the same runtime."""
         self.scheduler.counters = CallCounters()
-        self.scheduler.residency.reset_peak()
+        self.scheduler.residency.reset_counters()
         self._bytes_before = self.scheduler.loads["bytes_read"]
 
     def close(self) -> None:
@@ -195,6 +195,7 @@ def _hand_over(
         strategy=plan.strategy,
         ring_bytes=plan.ring_bytes,
         loader_threads=plan.loader_threads,
+        guess_threads=plan.loader_threads,
         has_prefetch=plan.has_prefetch,
         profile=profile,
     )
