@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from coop.ids import ExpertId
 
+SLICE_ROWS = 256  # rows of one slice of a unit: enough for full matrix speed, few enough for a bounded ring
+
 
 @dataclass(frozen=True, slots=True)
 class CTU:
