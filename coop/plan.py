@@ -64,8 +64,8 @@ class Room:
         return max(used + MARGIN_BYTES, math.ceil(used / (1 - MARGIN_SHARE)) + 1)
 
     def render(self) -> str:
-        """ "21.3 GiB free - 0.2 GiB KV cache - ... - 1.1 GiB margin"."""
-        parts = [(f"{format_bytes(nbytes)} {name}") for name, nbytes in self.takers if nbytes]
+        """The sum as a person reads it: 21.3 GiB free - 90.0 MiB KV cache - ... - 1.1 GiB margin."""
+        parts = [f"{format_bytes(nbytes)} {name}" for name, nbytes in self.takers if nbytes]
         return " - ".join(
             [f"{format_bytes(self.free_bytes)} free", *parts, f"{format_bytes(self.margin_bytes)} margin"]
         )
@@ -140,7 +140,7 @@ class Plan:
         guessers = strategy.guesses_in_flight if has_prefetch else 0
         ring, staging = _ring_bytes(geometry, profile, row_bytes), (loaders + guessers) * window_bytes
         room, behind = _rooms(topology, memory, kv_cache_bytes, ring, staging, pending_adapter_bytes)
-        expert_bytes, cycle = total_bytes(geometry), cycle_bytes(geometry)
+        expert_bytes, cycle = all_experts_bytes(geometry), cycle_bytes(geometry)
         wanted = parse_budget(budget, expert_bytes, int(room.left_bytes * strategy.auto_share))
         _check_budget(str(budget), wanted, geometry, room, strategy)
         used = min(wanted, expert_bytes)
@@ -213,9 +213,7 @@ class Plan:
             f"experts ({share:.0%}); one token uses {format_bytes(self.cycle_bytes)}, "
             f"the smallest that runs is {format_bytes(self.smallest_bytes)}"
         )
-        auto = (
-            f"auto: {self.room.render()}, of which {self.strategy.name} takes {self.strategy.auto_share:.0%}"
-        )
+        auto = f"auto: {self.room.render()}, of which {_takes(self.strategy)}"
         lines = [
             budget,
             *([auto] if self.is_auto else []),
@@ -267,7 +265,7 @@ class Plan:
         )
 
 
-def total_bytes(geometry: Sequence[LayerGeometry]) -> int:
+def all_experts_bytes(geometry: Sequence[LayerGeometry]) -> int:
     """Bytes of all experts."""
     return sum(layer.slot_bytes * layer.num_experts for layer in geometry)
 
@@ -320,6 +318,10 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
+def _takes(strategy: Strategy) -> str:
+    return f"{strategy.name} takes up to {strategy.auto_share:.0%}"
+
+
 def _is_auto(budget: str) -> bool:
     return budget.strip().lower() == "auto"
 
@@ -362,8 +364,8 @@ def _check_budget(
     if _is_auto(text):
         needed = room.needed_bytes(math.ceil(smallest / strategy.auto_share) + 1)
         raise BudgetError(
-            f"budget auto: {room.render()} leaves {format_bytes(room.left_bytes)}, of which {strategy.name} takes "
-            f"{strategy.auto_share:.0%}; layer {layer} needs {top_k} x {format_bytes(geometry[layer].slot_bytes)} "
+            f"budget auto: {room.render()} leaves {format_bytes(room.left_bytes)}, of which {_takes(strategy)}; "
+            f"layer {layer} needs {top_k} x {format_bytes(geometry[layer].slot_bytes)} "
             f"for top-k, which takes {needed} bytes ({format_bytes(needed)}) free: plan for fewer tokens, or give "
             f"the budget in bytes; the smallest that runs is {smallest} bytes ({format_bytes(smallest)})"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,9 @@ def load_rates() -> dict[str, tuple[float, ...]]:
 
 def save_rates(rates: Mapping[str, tuple[float, ...]]) -> None:
     """Replace the file by the newest entries; where that is not possible, the next start measures again."""
-    newest = dict(list(rates.items())[-MAX_ENTRIES:])
+    # what reading would refuse is left out, or one absurd measurement would cost all the others
+    kept = [(key, list(entry)) for key, entry in rates.items() if _is_sane(entry)]
+    newest = dict(kept[-MAX_ENTRIES:])
     with contextlib.suppress(OSError):
         path = rates_file()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,9 +78,12 @@ def _checked_key(key: str) -> str:
 
 
 def _checked_rates(rates: Any) -> tuple[float, ...]:
-    if not isinstance(rates, list) or not 1 <= len(rates) <= MAX_RATES:
-        raise ValueError("a list of one to four rates expected")
-    # type() and not isinstance: True is an int, and NaN fails every comparison
-    if not all(type(rate) in (int, float) and SLOWEST <= rate <= FASTEST for rate in rates):
-        raise ValueError("a rate that no hardware has")
+    if not isinstance(rates, list) or not _is_sane(rates):
+        raise ValueError("rates that no hardware has")
     return tuple(float(rate) for rate in rates)
+
+
+def _is_sane(rates: Sequence[Any]) -> bool:
+    # type() and not isinstance: True is an int; NaN fails every comparison
+    is_each = all(type(rate) in (int, float) and SLOWEST <= rate <= FASTEST for rate in rates)
+    return is_each and 1 <= len(rates) <= MAX_RATES

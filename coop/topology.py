@@ -245,7 +245,10 @@ class _Burst:
 
     def rate(self) -> float:
         """Bytes per second; 0.0 if a read failed or hung."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._depth)]
+        threads = [
+            threading.Thread(target=self._work, name=f"coop-probe-{i}", daemon=True)
+            for i in range(self._depth)
+        ]
         self._began = self._clock()
         for thread in threads:
             thread.start()
