@@ -237,7 +237,7 @@ def test_every_number_of_the_plan_is_shown() -> None:
             elif field.name.endswith("_seconds"):
                 assert format_seconds(value) in shown, field.name
             elif isinstance(value, int) and not isinstance(value, bool):
-                assert re.search(rf"\b{value}\b", shown), field.name
+                assert re.search(rf"(?<![\d.]){value}(?![\d.])", shown), field.name
         for rate in (f"{format_bytes(2 * GIB)}/s (measured)", f"{format_bytes(30 * GIB)}/s (cached)"):
             assert rate in shown
         assert ("24.0 GiB/s (measured)" in shown) == (memory is Memory.DEVICE)
