@@ -23,9 +23,7 @@ class Memory(StrEnum):
     """What lies behind a slot, which is what a strategy adapts to."""
 
     HOST = "CPU + disk"  # slots are RAM, loader threads fill them straight from the disk
-    DEVICE = (
-        "GPU + host + disk"  # slots are the device's own memory, filled from pinned RAM, filled from disk
-    )
+    DEVICE = "GPU + host + disk"  # slots are the device's own memory, filled from pinned RAM, filled from disk
     UNIFIED = "unified memory"  # the device computes on the machine's RAM, which everything shares
 
 
