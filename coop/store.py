@@ -83,6 +83,30 @@ class Store(Protocol):
         """Give back files and memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampleRead:
+    """The largest contiguous run of one expert: what the topology probe reads to measure the disk."""
+
+    file: DirectFile
+    offset: int
+    nbytes: int
+    tensor: str
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the read bypasses the page cache."""
+        return self.file.is_direct
+
+    @property
+    def file_system(self) -> int:
+        """Number of the file system that the bytes lie on."""
+        return self.file.file_system
+
+    def read(self, limit_bytes: int) -> int:
+        """Read the run, or its first `limit_bytes`, and drop it; returns the bytes read. Raises StoreError."""
+        return len(self.file.read(self.offset, min(self.nbytes, limit_bytes), self.tensor))
+
+
 class ExpertStore:
     """Experts of a Hub-layout checkpoint, read in place by positional reads that bypass the page cache.
 
@@ -135,6 +159,20 @@ class ExpertStore:
         """The largest read: every loader thread keeps a buffer of this size."""
         runs = (run for layer in self.layout.layers for e in layer.pieces for run in _contiguous_runs(e))
         return max(run[-1].offset + run[-1].nbytes - run[0].offset for run in runs) + 2 * PAGE
+
+    def sample_reads(self) -> list[SampleRead]:
+        """One read for each expert, at the size and place where the runtime will read."""
+        samples = []
+        for pieces in (pieces for layer in self.layout.layers for pieces in layer.pieces):
+            run = max(_contiguous_runs(pieces), key=lambda r: r[-1].offset + r[-1].nbytes - r[0].offset)
+            nbytes = run[-1].offset + run[-1].nbytes - run[0].offset
+            samples.append(SampleRead(self._files[run[0].path], run[0].offset, nbytes, run[0].tensor))
+        return samples
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all experts as they are stored, which is what has to be read."""
+        return sum(p.nbytes for layer in self.layout.layers for pieces in layer.pieces for p in pieces)
 
     @property
     def adapter_bytes(self) -> int:
@@ -211,6 +249,11 @@ class DirectFile:
     def _current_stamp(self) -> tuple[int, int, int]:
         status = os.fstat(self._fd)
         return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+    @property
+    def file_system(self) -> int:
+        """Number of the file system that the file lies on."""
+        return os.fstat(self._fd).st_dev
 
     def read(self, offset: int, nbytes: int, tensor: str) -> memoryview:
         """`nbytes` at `offset`; the view is valid until this thread's next read. Raises StoreError."""

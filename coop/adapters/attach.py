@@ -30,6 +30,7 @@ from coop.adapters.transformers import (
     serve,
 )
 from coop.checkpoint import Checkpoint, open_checkpoint
+from coop.devices import Memory
 from coop.errors import CheckpointError, CoopError, ProfileError
 from coop.layout import Layout, resolve_layout
 from coop.plan import Plan
@@ -38,7 +39,7 @@ from coop.scheduler import CallCounters, Scheduler
 from coop.shards import read_checkpoint_tensors
 from coop.store import ExpertStore
 from coop.strategy import get_strategy
-from coop.topology import probe
+from coop.topology import measure
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -163,13 +164,15 @@ def attach(
         plan = Plan.derive(
             budget,
             geometry=store.geometry,
-            topology=probe(),
+            topology=measure(store.sample_reads()),
             strategy=chosen,
             profile=found,
             dense_bytes=_dense_bytes(model, experts),
             kv_cache_bytes=_kv_cache_bytes(config, served, max_context),
             max_context=max_context,
             row_bytes=int(config.hidden_size) * served.itemsize,
+            memory=Memory.HOST,
+            stored_bytes=store.stored_bytes,
             window_bytes=store.window_bytes,
             adapter_bytes=store.adapter_bytes,
             has_prefetch=prefetch,
@@ -195,7 +198,7 @@ def _hand_over(
         strategy=plan.strategy,
         ring_bytes=plan.ring_bytes,
         loader_threads=plan.loader_threads,
-        guess_threads=plan.loader_threads,
+        guess_threads=plan.guess_threads,
         has_prefetch=plan.has_prefetch,
         profile=profile,
     )
