@@ -1,26 +1,33 @@
-"""FakeDevice: a GPU made of two slow threads, which notices every breach of the rules of `coop.devices`.
+"""Fakes: a device that notices every breach of the rules of `coop.devices`, a disk in memory, a small scheduler.
 
-Owns a compute queue and a copy engine, each in order, each job delayed at random from a seed. Promises that a
-kernel that reads bytes which have not arrived, a copy over a slot that a kernel still reads, and staging memory
-that changes under its copy are recorded, and raised at `synchronize` and `close`. The copy thread is the
-shipped one. Called by tests.
+FakeDevice owns a compute queue and a copy engine, each in order, each job delayed at random from a seed. It
+promises that a kernel that reads bytes which have not arrived, a copy over a slot that a kernel still reads, and
+staging memory that changes under its copy are recorded, and raised at `synchronize` and `close`. Its copy thread
+is the shipped one. Called by tests.
 """
 
 from __future__ import annotations
 
+import mmap
 import queue
 import random
 import threading
 import time
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 
-from coop.devices import Fence, Memory
+from coop.devices import Device, Fence, Memory
 from coop.devices.copier import CopyThread
-from coop.errors import PrefetchError
+from coop.errors import PrefetchError, StoreError
+from coop.ids import ExpertId
+from coop.prefetch import Prefetcher
+from coop.residency import Residency
+from coop.store import LayerGeometry, Slot
+from coop.tiers import HostTier
 
 DELAY_SECONDS = (1e-6, 3e-3)
 DEADLINE_SECONDS = 60.0
@@ -126,7 +133,7 @@ class FakeDevice:
 
     def new_staging(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.full((nbytes,), POISON, dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Fence | None) -> Fence:
         with self._lock:
@@ -214,3 +221,122 @@ def key(memory: torch.Tensor) -> int:
 
 def checksum(memory: torch.Tensor) -> int:
     return zlib.crc32(memory.numpy())
+
+
+class MemoryDisk:
+    """Two layers of eight experts, 4 and 6 KiB each, filled with bytes that only the expert itself has.
+
+    Args:
+        broken: experts whose read fails.
+        gate: reads wait for it; set unless a test holds it back.
+    """
+
+    geometry = (LayerGeometry(8, 2, 4096, 0), LayerGeometry(8, 2, 6144, 1))
+
+    def __init__(self, broken: Iterable[ExpertId] = ()) -> None:
+        self.broken = set(broken)
+        self.reads: Counter[ExpertId] = Counter()
+        self.reads_at_once_max = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self._lock = threading.Lock()
+        self._reading: Counter[ExpertId] = Counter()
+        self._random = random.Random(0)
+
+    def new_slot(self, layer: int) -> Slot:
+        return self.slot_over(layer, torch.empty(self.geometry[layer].slot_bytes, dtype=torch.uint8))
+
+    def slot_over(self, layer: int, buffer: torch.Tensor) -> Slot:
+        assert buffer.numel() == self.geometry[layer].slot_bytes
+        return Slot(buffer, {"words": buffer.view(torch.int32)})
+
+    def load(self, expert: ExpertId, slot: Slot) -> int:
+        with self._lock:
+            self.reads[expert] += 1
+            self._reading[expert] += 1
+            self.reads_at_once_max = max(self.reads_at_once_max, *self._reading.values())
+            pause = self._random.random() * 1e-3
+        slot.buffer.fill_(POISON)
+        time.sleep(pause)
+        assert self.gate.wait(DEADLINE_SECONDS)
+        slot.buffer.copy_(self.content(expert))
+        with self._lock:
+            self._reading[expert] -= 1
+        if expert in self.broken:
+            raise StoreError("shard", f"{expert}", "cannot be read: Input/output error")
+        return slot.nbytes
+
+    def content(self, expert: ExpertId) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(expert.layer * 100 + expert.expert)
+        nbytes = self.geometry[expert.layer].slot_bytes
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+    def disk_order(self, expert: ExpertId) -> tuple[str, int]:
+        return ("", expert.expert)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+Kernel = Callable[[int, ExpertId, Slot], None]
+
+
+def serve(
+    device: Device, tier: HostTier, calls: Sequence[Sequence[ExpertId]], budget_bytes: int, kernel: Kernel
+) -> Residency:
+    """What the scheduler does with a device: waves of leases, launches, one record for each wave, releases.
+
+    `kernel(call, expert, slot)` is launched once for each expert of each call.
+    """
+    shape = (len(tier.geometry), max(layer.num_experts for layer in tier.geometry))
+    residency = Residency(tier.geometry, budget_bytes, tier.new_slot, np.zeros(shape))
+    prefetcher = Prefetcher(tier, residency, 4, lambda *_: None)
+    try:
+        for call, experts in enumerate(calls):
+            waiting = list(experts)
+            while waiting:
+                wave = {expert: None for expert in waiting if _ask(residency, prefetcher, expert)}
+                assert wave, "no expert of the call fits"
+                _run_wave(device, residency, call, list(wave), kernel)
+                waiting = [expert for expert in waiting if expert not in wave]
+        device.synchronize()
+    finally:
+        prefetcher.close()
+    return residency
+
+
+def _ask(residency: Residency, prefetcher: Prefetcher, expert: ExpertId) -> bool:
+    if residency.hold(expert) or residency.lease(expert):
+        return True
+    slot = residency.reserve(expert, is_speculative=False)
+    if slot is not None:
+        prefetcher.demand(expert, slot)
+    return slot is not None
+
+
+def _run_wave(
+    device: Device, residency: Residency, call: int, experts: list[ExpertId], kernel: Kernel
+) -> None:
+    slots = {}
+    try:
+        for expert in experts:
+            slots[expert] = slot = _await(residency, expert)
+            device.launch(lambda e=expert, s=slot: kernel(call, e, s), [slot.buffer])  # type: ignore[misc]
+    finally:
+        last_read = device.record()
+        for slot in slots.values():
+            slot.last_read = last_read
+        for expert in experts:
+            residency.release(expert)
+
+
+def _await(residency: Residency, expert: ExpertId) -> Slot:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    with residency.changed:
+        while (slot := residency.held(expert)) is None:
+            error = residency.failure(expert)
+            if error is not None:
+                raise error
+            assert time.monotonic() < deadline, f"{expert} did not arrive"
+            residency.changed.wait(1.0)
+    return slot
