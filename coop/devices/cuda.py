@@ -119,7 +119,7 @@ def pinned_pages(nbytes: int, runtime: Any) -> torch.Tensor:
     Torch's own pinned allocator rounds each request up to a power of two (pytorch#95823, vllm#56410), which
     would take up to twice the budget. RuntimeError if the pages cannot be pinned.
     """
-    pages = PinnedPages(-1, nbytes)
+    pages = PinnedPages(-1, nbytes)  # shared, so that a fork never moves them away from under the device
     with torch.inference_mode(False):
         memory = torch.frombuffer(pages, dtype=torch.uint8)
     address = memory.data_ptr()

@@ -452,6 +452,12 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
         raise errors[0]
 
 
+def open_when_leased(disk: MemoryDisk, tier: HostTier, count: int) -> None:
+    """Let reads go on once `count` threads wait for them."""
+    until(lambda: tier.host.leased() == count)
+    disk.gate.set()
+
+
 @pytest.mark.parametrize("budget_slots", [8, 11])
 def test_eight_threads_get_every_byte_right_from_a_small_host_tier(budget_slots: int) -> None:
     disk, device = MemoryDisk(), FakeDevice()
@@ -484,14 +490,16 @@ def test_an_expert_that_eight_threads_want_at_once_is_read_once() -> None:
     disk.gate.clear()
     tier = host_tier(disk, device, 8 * 6144, loader_threads=8)
     expert, bytes_read = ExpertId(1, 3), []
-    threading.Timer(0.05, disk.gate.set).start()
 
-    def want(_: int) -> None:
+    def want(index: int) -> None:
+        if index == 8:
+            open_when_leased(disk, tier, 8)
+            return
         slot = tier.new_slot(1)
         bytes_read.append(tier.load(expert, slot))
         assert torch.equal(slot.buffer, disk.content(expert))
 
-    run_threads(want, 8)
+    run_threads(want, 9)
     assert sorted(bytes_read) == [0] * 7 + [6144]
     assert disk.reads == {expert: 1}
     assert (tier.counters.host_hits, tier.counters.host_misses) == (7, 1)
@@ -502,10 +510,14 @@ def test_an_expert_that_eight_threads_want_at_once_is_read_once() -> None:
 def test_a_failing_read_fails_only_its_expert_and_leaves_no_lease() -> None:
     bad, good = ExpertId(0, 2), ExpertId(0, 3)
     disk, device = MemoryDisk(broken=[bad]), FakeDevice()
+    disk.gate.clear()
     tier = host_tier(disk, device, 8 * 6144, loader_threads=8)
     outcomes: list[str] = []
 
     def want(index: int) -> None:
+        if index == 8:
+            open_when_leased(disk, tier, 8)
+            return
         slot = tier.new_slot(0)
         try:
             tier.load(good if index % 2 else bad, slot)
@@ -513,8 +525,9 @@ def test_a_failing_read_fails_only_its_expert_and_leaves_no_lease() -> None:
         except StoreError:
             outcomes.append("failed")
 
-    run_threads(want, 8)
+    run_threads(want, 9)
     assert sorted(outcomes) == ["failed"] * 4 + ["loaded"] * 4
+    assert disk.reads == {bad: 1, good: 1}
     assert tier.host.leased() == 0
     disk.broken.clear()
     slot = tier.new_slot(0)
