@@ -156,10 +156,12 @@ class FakeDevice:
                     self.faults.append("a kernel was launched on a slot whose bytes have not arrived")
             self._reading.update(keys)
         held = list(slots)  # the memory outlives the kernel, whoever drops the slot
+        is_inference = torch.is_inference_mode_enabled()
 
         def kernel() -> None:
             try:
-                work()
+                with torch.inference_mode(is_inference), torch.no_grad():  # as in the thread that launches
+                    work()
             except BaseException as exc:
                 self._kernel_errors.append(exc)
             with self._lock:

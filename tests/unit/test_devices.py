@@ -325,7 +325,7 @@ def test_closing_a_hung_device_lets_go_who_waits_for_what_had_not_begun(
     assert begun.wait(SECONDS)
 
 
-def test_a_copy_that_cannot_begin_fails_and_those_before_it_arrive() -> None:
+def test_a_copy_that_cannot_begin_fails_with_all_behind_it_and_those_before_it_arrive() -> None:
     engine = Engine()
 
     def issue(source: torch.Tensor, target: torch.Tensor, after: Any) -> FakeEvent:
@@ -336,13 +336,32 @@ def test_a_copy_that_cannot_begin_fails_and_those_before_it_arrive() -> None:
     copies = CopyThread(issue, "copies")
     good = submit(copies)
     bad = copies.submit(torch.zeros(2), torch.zeros(1), None)
+    behind = submit(copies)
     engine.free()
     assert good.wait(SECONDS)
-    with pytest.raises(PrefetchError, match="out of order"):
-        bad.wait(SECONDS)
+    for fence in (bad, behind):
+        with pytest.raises(PrefetchError, match="out of order"):
+            fence.wait(SECONDS)
     with pytest.raises(PrefetchError, match="out of order"):
         submit(copies)
     copies.close()
+
+
+def test_a_copy_thread_is_never_told_to_wait_for_its_own_fence_only_for_those_of_others() -> None:
+    engine, told = Engine(), []
+
+    def issue(source: torch.Tensor, target: torch.Tensor, after: Any) -> FakeEvent:
+        told.append(after)
+        return engine.issue()
+
+    engine.free()
+    copies, others = CopyThread(issue, "copies"), CopyThread(engine.issue, "others")
+    own, foreign = submit(copies), submit(others)
+    for after in (own, foreign):
+        assert copies.submit(torch.zeros(1), torch.zeros(1), after).wait(SECONDS)
+    assert told == [None, None, foreign]
+    copies.close()
+    others.close()
 
 
 def test_a_device_that_fails_fails_every_copy_that_had_begun() -> None:
