@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import coop
 from coop.checkpoint import open_checkpoint
 from coop.errors import CheckpointError, CoopError, LayoutError, StoreError
+from coop.ids import ExpertId
+from coop.layout import resolve_layout
 from coop.shards import read_checkpoint_tensors, read_header
-from coop.store import DirectFile
+from coop.store import DirectFile, ExpertStore
 from tests.families import build_family
 
 
@@ -288,6 +291,19 @@ def test_a_model_run_in_inference_mode_is_served(tmp_path: Path) -> None:
     ids = torch.arange(3, 23)[None]
     with coop.attach(tmp_path, budget="20%") as runtime, torch.inference_mode():
         assert torch.allclose(runtime.model(ids).logits, reference(ids).logits, atol=1e-4)
+
+
+def test_a_slot_made_in_inference_mode_over_anyones_memory_can_be_filled_later(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    config = AutoConfig.from_pretrained(tmp_path)
+    store = ExpertStore(resolve_layout(config, read_checkpoint_tensors(tmp_path), torch.float32))
+    memory, own = torch.empty(store.geometry[0].slot_bytes, dtype=torch.uint8), store.new_slot(0)
+    with torch.inference_mode():
+        slot = store.slot_over(0, memory)
+    for target in (slot, own):
+        store.load(ExpertId(0, 1), target)
+    assert slot.buffer is memory and torch.equal(slot.weights["down_proj"], own.weights["down_proj"])
+    store.close()
 
 
 def test_a_persistent_read_error_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
