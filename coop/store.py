@@ -114,8 +114,7 @@ class ExpertStore:
 
     def new_slot(self, layer: int) -> Slot:
         """An empty slot; the allocator aligns it to 64 bytes, and so does the layout every field in it."""
-        with torch.inference_mode(False):
-            return self.slot_over(layer, torch.empty(self.layout.layers[layer].slot_bytes, dtype=torch.uint8))
+        return self.slot_over(layer, torch.empty(self.layout.layers[layer].slot_bytes, dtype=torch.uint8))
 
     def slot_over(self, layer: int, buffer: torch.Tensor) -> Slot:
         """A slot for an expert of `layer` in memory of the caller's, uint8 [slot_bytes], on any device."""
