@@ -6,6 +6,7 @@ exactly the expert asked for when `load` returns, or that `load` raises. Called 
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import threading
@@ -18,7 +19,7 @@ from typing import Protocol
 import torch
 
 from coop.adapters.transformers import ExpertsModule
-from coop.devices import DONE, Fence
+from coop.devices import Fence
 from coop.errors import StoreError
 from coop.ids import ExpertId
 from coop.layout import LayerLayout, Layout, Piece
@@ -42,7 +43,8 @@ class MergeAdapter(Protocol):
 class Slot:
     """Memory for one expert: `buffer` uint8 [slot_bytes], `weights` views into it by parameter name.
 
-    `generation` counts how often the slot was given up; `last_read` is passed once no launched work reads it.
+    `generation` counts how often the slot was given up. `last_read` is behind every kernel that read the slot
+    on a device, set before the expert is released: the next bytes are not written before it is done.
     """
 
     __slots__ = ("buffer", "generation", "last_read", "nbytes", "weights")
@@ -50,7 +52,7 @@ class Slot:
     def __init__(self, buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         self.buffer, self.weights, self.nbytes = buffer, weights, buffer.numel()
         self.generation = 0
-        self.last_read: Fence = DONE
+        self.last_read: Fence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +139,12 @@ class ExpertStore:
 
     def new_slot(self, layer: int) -> Slot:
         """An empty slot; the allocator aligns it to 64 bytes, and so does the layout every field in it."""
-        geometry = self.layout.layers[layer]
-        buffer = torch.empty(geometry.slot_bytes, dtype=torch.uint8)
-        return Slot(buffer, _views(geometry, buffer, self.layout.dtype))
+        return self.slot_over(layer, torch.empty(self.layout.layers[layer].slot_bytes, dtype=torch.uint8))
+
+    def slot_over(self, layer: int, buffer: torch.Tensor) -> Slot:
+        """A slot for an expert of `layer` in memory of the caller's, uint8 [slot_bytes], on any device."""
+        with torch.inference_mode(False):  # loader threads may not write to an inference tensor
+            return Slot(buffer, _views(self.layout.layers[layer], buffer, self.layout.dtype))
 
     def load(self, expert: ExpertId, slot: Slot) -> int:
         """Read every piece of `expert` into `slot`, one read for each contiguous run; returns the bytes read."""
@@ -229,7 +234,9 @@ class ModuleStore:
 
 
 class DirectFile:
-    """One shard, open for positional reads; O_DIRECT where the file system has it, else dropped from the cache.
+    """One shard, open for positional reads that leave nothing in the page cache.
+
+    O_DIRECT where the file system has it, F_NOCACHE on macOS, else pages are dropped after each read.
 
     Each thread reads through a page-aligned buffer of its own. A file that changed since it was opened is
     refused at the next read: weights of two versions must never mix.
@@ -243,6 +250,8 @@ class DirectFile:
             self.is_direct = hasattr(os, "O_DIRECT")
         except OSError:
             self._fd, self.is_direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+        if not hasattr(os, "O_DIRECT") and hasattr(fcntl, "F_NOCACHE"):
+            fcntl.fcntl(self._fd, fcntl.F_NOCACHE, 1)
         self._stamp = self._current_stamp()
         self._local = threading.local()
 
@@ -284,10 +293,17 @@ class DirectFile:
         while done < wanted:
             # a direct read resumes on a page boundary; no progress means that the file has ended
             at = done - done % PAGE if self.is_direct else done
-            count = os.preadv(self._fd, [window[at:]], first + at)
+            count = self._read_into(window[at:], first + at)
             if at + count <= done:
                 raise StoreError(self.path, tensor, f"ends at byte {first + done}, {first + wanted} needed")
             done = at + count
+
+    def _read_into(self, memory: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._fd, [memory], offset)
+        data = os.pread(self._fd, len(memory), offset)  # macOS before 11 knows only this
+        memory[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -33,10 +33,10 @@ class Fence(Protocol):
     """A point in a queue: done once everything before it is."""
 
     def is_done(self) -> bool:
-        """Whether the point has been passed; never blocks."""
+        """Whether the point has been passed; never blocks. Raises what `wait` raises."""
 
     def wait(self, seconds: float) -> bool:
-        """Block the calling thread until done; False if that takes longer."""
+        """Block the calling thread until done; False if that takes longer. CoopError if it never will be."""
 
 
 class Device(Protocol):
@@ -56,7 +56,9 @@ class Device(Protocol):
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Fence | None) -> Fence:
         """Begin to copy staging bytes into a slot, not before `after` is done.
 
-        Returns at once with the fence of this copy; `source` must stay as it is until that is done.
+        Returns at once with the fence of this copy; `source` must stay as it is until that is done. Copies run
+        in the order they were asked for. An error is raised here or by `wait` of the fence, and a device whose
+        copy failed refuses all later ones.
         """
 
     def launch(self, work: Callable[[], None], slots: Sequence[torch.Tensor]) -> None:
@@ -66,7 +68,11 @@ class Device(Protocol):
         """A fence after everything launched so far."""
 
     def synchronize(self) -> None:
-        """Block until the compute queue is empty: results may be read by the host."""
+        """Block until the compute queue is empty: results may be read by the host.
+
+        Needed where `torch_device` is the CPU, whose tensors any thread reads at once. Torch's own operations
+        on an accelerator's tensors queue behind what was launched, and reading one waits by itself.
+        """
 
     def memory_available_bytes(self) -> int:
         """Bytes of slot memory that may still be taken."""

@@ -24,11 +24,13 @@ class CpuDevice:
 
     def new_slot(self, nbytes: int) -> torch.Tensor:
         """Memory from torch's allocator, which aligns to 64 bytes."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # loader threads may not write to an inference tensor
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def new_staging(self, nbytes: int) -> torch.Tensor:
         """Anonymous pages."""
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        with torch.inference_mode(False):
+            return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Fence | None) -> Fence:
         """Copy now."""

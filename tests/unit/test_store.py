@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import struct
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import coop
 from coop.checkpoint import open_checkpoint
 from coop.errors import CheckpointError, CoopError, LayoutError, StoreError
+from coop.ids import ExpertId
+from coop.layout import resolve_layout
 from coop.shards import read_checkpoint_tensors, read_header
-from coop.store import DirectFile
+from coop.store import DirectFile, ExpertStore
 from tests.families import build_family
 
 
@@ -260,6 +264,46 @@ def test_short_reads_are_continued_and_a_transient_error_is_retried_once(
     assert bytes(file.read(100, 19_000, "x")) == data[100:19_100]
     assert len(calls) > 5
     file.close()
+
+
+def test_a_system_without_direct_reads_and_preadv_reads_the_same_past_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncached: list[tuple[int, int]] = []
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    monkeypatch.delattr(os, "preadv", raising=False)
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    monkeypatch.setattr(fcntl, "F_NOCACHE", 48, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda _, command, value: uncached.append((command, value)))
+    data = os.urandom(50_000)
+    (tmp_path / "f").write_bytes(data)
+    file = DirectFile(tmp_path / "f")
+    assert uncached == [(48, 1)] and not file.is_direct
+    for offset, nbytes in ((0, 1), (4095, 2), (49_000, 1000), (0, 50_000)):
+        assert bytes(file.read(offset, nbytes, "x")) == data[offset : offset + nbytes]
+    with pytest.raises(StoreError, match=r"ends at byte 50000, 50001 needed"):
+        file.read(49_000, 1001, "x")
+    file.close()
+
+
+def test_a_model_run_in_inference_mode_is_served(tmp_path: Path) -> None:
+    reference = build_family(tmp_path, "mixtral")
+    ids = torch.arange(3, 23)[None]
+    with coop.attach(tmp_path, budget="20%") as runtime, torch.inference_mode():
+        assert torch.allclose(runtime.model(ids).logits, reference(ids).logits, atol=1e-4)
+
+
+def test_a_slot_made_in_inference_mode_over_anyones_memory_can_be_filled_later(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    config = AutoConfig.from_pretrained(tmp_path)
+    store = ExpertStore(resolve_layout(config, read_checkpoint_tensors(tmp_path), torch.float32))
+    memory, own = torch.empty(store.geometry[0].slot_bytes, dtype=torch.uint8), store.new_slot(0)
+    with torch.inference_mode():
+        slot = store.slot_over(0, memory)
+    for target in (slot, own):
+        store.load(ExpertId(0, 1), target)
+    assert slot.buffer is memory and torch.equal(slot.weights["down_proj"], own.weights["down_proj"])
+    store.close()
 
 
 def test_a_persistent_read_error_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
