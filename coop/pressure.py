@@ -23,10 +23,9 @@ class PressureSettings:
     """The numbers of the guard, each with its reason. Seconds, shares of the bandwidth, or ratios.
 
     poll_seconds: a poll costs 25 us; ten in a second are nothing, and a tenth of a second is one token.
-    window_seconds: three polls, so that one late poll does not decide.
+    window_seconds: three polls, so that one late poll or a short spike does not decide.
     window_max_seconds: how far the window may stretch until reads in flight are a small part of it.
     in_flight_share: that small part; less than the gap between the two thresholds below.
-    confirm_polls: one busy reading is a spike, two are a load.
     hold_seconds: the least time in either state; shorter than the shortest backup, longer than a token.
     trip_share: measured on a virtual disk, others at 16 % cost our reads nothing, at 37 % they doubled p99.
     clear_share: well below, so that a load near the threshold does not flap.
@@ -43,7 +42,6 @@ class PressureSettings:
     window_seconds: float = 0.3
     window_max_seconds: float = 4.0
     in_flight_share: float = 0.1
-    confirm_polls: int = 2
     hold_seconds: float = 1.0
     trip_share: float = 0.25
     clear_share: float = 0.1
@@ -59,7 +57,7 @@ class PressureSettings:
     def __post_init__(self) -> None:
         assert 0 < self.poll_seconds <= self.window_seconds <= self.window_max_seconds
         assert 0 < self.clear_share < self.trip_share < 1 <= self.clear_slowdown < self.trip_slowdown
-        assert self.hold_seconds > 0 and self.confirm_polls > 0 and self.pace_loads > 0
+        assert self.hold_seconds > 0 and self.pace_loads > 0
 
 
 class _Reading(NamedTuple):
@@ -104,7 +102,6 @@ class PressureGuard:
         self._lock = threading.Lock()
         self._next_poll = self._judged_at = -math.inf
         self._changed_at = self._said_at = -math.inf
-        self._busy_polls = 0
         self._has_said = False
 
     def note_load(self, nbytes: int, seconds: float) -> None:
@@ -135,10 +132,9 @@ class PressureGuard:
         self._judged_at = now
         foreign = self._foreign.read(now, sample)
         reading = foreign if sample is not None else self._pace.read(now)
-        self._busy_polls = self._busy_polls + 1 if reading.is_busy else 0
         if now - self._changed_at < self._settings.hold_seconds:
             return ""
-        if not self.is_pressed and self._busy_polls >= self._settings.confirm_polls:
+        if not self.is_pressed and reading.is_busy:
             return self._trip(now, reading.why)
         if self.is_pressed and reading.is_quiet:
             return self._clear(now)
