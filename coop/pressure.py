@@ -22,7 +22,7 @@ from coop.blockdevice import DiskSample
 class PressureSettings:
     """The numbers of the guard, each with its reason. Seconds, shares of the bandwidth, or ratios.
 
-    poll_seconds: a poll costs 25 us; ten in a second are nothing, and a tenth of a second is one token.
+    poll_seconds: a poll costs 30 us; ten in a second are nothing, and a tenth of a second is one token.
     window_seconds: three polls, so that one late poll or a short spike does not decide.
     window_max_seconds: how far the window may stretch until reads in flight are a small part of it.
     in_flight_share: that small part; less than the gap between the two thresholds below.
