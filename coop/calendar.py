@@ -6,6 +6,7 @@ prefetches only into gaps, by the plan (how deep staging must be), and printed b
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Calendar:
         self._between = [_Mean() for _ in range(layers)]
         self._load = [_Mean() for _ in range(layers)]
         self._load_ms_per_byte = _Mean()
+        self._read_share = _Mean()  # of a load's time
         self._lock = threading.Lock()  # loads are recorded from loader threads
 
     def record_compute(self, layer: int, rows: int, seconds: float) -> None:
@@ -47,11 +49,15 @@ class Calendar:
         """Time from the end of `layer`'s experts to the start of the next layer's."""
         self._between[layer].add(seconds * 1e3)
 
-    def record_load(self, layer: int, nbytes: int, seconds: float) -> None:
-        """One expert of `nbytes` loaded; a load of no bytes says nothing about the disk."""
+    def record_load(self, layer: int, nbytes: int, seconds: float, read_seconds: float = 0.0) -> None:
+        """One expert of `nbytes` loaded, of which `read_seconds` were reading and the rest placing and merging.
+
+        A load of no bytes says nothing about the disk.
+        """
         if nbytes:
             with self._lock:
                 self._load[layer].add(seconds * 1e3)
+                self._read_share.add(read_seconds / seconds if seconds > 0 else 0.0)
                 self._load_ms_per_byte.add(seconds * 1e3 / nbytes)
 
     def seed_compute(self, layer: int, rows: int, milliseconds: float) -> None:
@@ -80,6 +86,14 @@ class Calendar:
         """How many loads of `nbytes`, one after another, end within a gap; a large number where none was measured."""
         load_ms = self.load_ms(nbytes)
         return int(gap_ms / load_ms) if load_ms > 0 else 2**31
+
+    def staging_depth(self, queue_depth: int) -> int:
+        """Loads in flight that keep `queue_depth` reads going while others are placed; 0 where none was measured.
+
+        By Little's law: reads in progress = loads in flight x the share of a load that is reading.
+        """
+        share = self._read_share.value
+        return math.ceil(queue_depth / share) if share > 0 else 0
 
     def table(self) -> list[dict[str, float]]:
         """One row for each layer, in ms: compute of one expert by row count, loading one, time to the next layer."""

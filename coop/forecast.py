@@ -25,6 +25,7 @@ from coop.policy import PriorityPolicy, adjusted
 
 if TYPE_CHECKING:
     from coop.profile import Profile
+    from coop.store import LayerGeometry
     from coop.strategy import Strategy
 
 SMOOTHING_COUNT = 0.5  # added to every expert of a profile: unseen is unlikely, not impossible
@@ -45,6 +46,11 @@ class Forecast:
         self._policy: PriorityPolicy | None = None
         self._transitions: np.ndarray | None = None  # float32 [layers, from, to], expected uses
         self.set_strategy(strategy)
+
+    @classmethod
+    def of(cls, geometry: Sequence[LayerGeometry], strategy: Strategy) -> Forecast:
+        """A forecast for a model's layers."""
+        return cls(len(geometry), max(layer.num_experts for layer in geometry), strategy)
 
     def set_strategy(self, strategy: Strategy) -> None:
         """Use another half-life and other weights from the next token on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coop.ctu import SLICE_ROWS
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-MIN_LOADER_THREADS = 2  # while one copies what it has read into a slot, the other keeps the disk busy
+PLACING_THREADS = 2  # while these place and merge what was read, the others keep the disk busy
 MIN_RING_BYTES = 2**16
 MAX_RING_BYTES = 2**26  # a long prompt's outputs beyond this get memory of their own
 MARGIN_SHARE = (
@@ -75,7 +75,7 @@ class Room:
 class Plan:
     """What a run will use. Bytes are of expert weights unless named otherwise.
 
-    `loader_threads` is the queue depth of demanded reads, `guess_threads` the most speculative reads at once
+    `loader_threads` is the most demanded loads at once, `guess_threads` the most speculative reads at once
     that any preset allows; together they are the most staging segments in use. Seconds are of reading from
     disk, 0.0 where the disk was not measured.
     """
@@ -136,7 +136,7 @@ class Plan:
         if max_context < 1:
             raise BudgetError(f"max_context is {max_context}: plan for at least one token")
         strategy = strategy.adapted(memory)
-        loaders = max(topology.disk.queue_depth, MIN_LOADER_THREADS)
+        loaders = topology.disk.queue_depth + PLACING_THREADS
         # room for the most eager preset, so that another can be set at any time
         guessers = max(s.guesses_in_flight for s in STRATEGIES.values()) if has_prefetch else 0
         ring, staging = _ring_bytes(geometry, profile, row_bytes), (loaders + guessers) * window_bytes
@@ -173,6 +173,12 @@ class Plan:
             expert_seconds=_seconds(largest * stored_share, topology.disk.lone_bytes_per_second),
             cycle_seconds=_seconds(cycle * stored_share, topology.disk.bytes_per_second),
         )
+
+    def with_budget(self, budget: str | int, geometry: Sequence[LayerGeometry]) -> Plan:
+        """This plan at another budget, all else as it was. BudgetError as for `derive`."""
+        wanted = parse_budget(budget, self.expert_bytes, int(self.room.left_bytes * self.strategy.auto_share))
+        _check_budget(str(budget), wanted, geometry, self.room, self.strategy)
+        return replace(self, budget=str(budget), budget_bytes=min(wanted, self.expert_bytes))
 
     @property
     def is_auto(self) -> bool:

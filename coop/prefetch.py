@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from coop.errors import ClosedError, CoopError, PrefetchError
 from coop.ids import ExpertId
 from coop.residency import Residency
+from coop.staging import Staging
 from coop.store import Slot, Store
 
 CLOSE_SECONDS = 2.0
 MAX_WISHES = 65_536
+PRESSED_SECONDS = 0.1  # how often guesses that are held back ask again
 
 
 @dataclass(slots=True)
@@ -40,21 +42,27 @@ class Prefetcher:
     Args:
         store: where experts come from.
         residency: where they go.
+        staging: what they pass through.
         demand_threads: reads of demanded experts at once.
         guess_threads: reads of guessed experts at once, by threads that do nothing else.
-        on_load: called with (expert, bytes, seconds) after each load, from the loading thread.
+        on_load: called with (expert, bytes, seconds, seconds of reading) after each load, from its thread.
+        is_pressed: asked before each guess; guesses are held back while it answers yes.
     """
 
     def __init__(
         self,
         store: Store,
         residency: Residency,
+        staging: Staging,
+        *,
         demand_threads: int,
         guess_threads: int,
-        on_load: Callable[[ExpertId, int, float], None] = lambda expert, nbytes, seconds: None,
+        on_load: Callable[[ExpertId, int, float, float], None] = lambda *measured: None,
+        is_pressed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.counters = LoadCounters()
-        self._store, self._residency, self._on_load = store, residency, on_load
+        self._store, self._residency, self._staging = store, residency, staging
+        self._on_load, self._is_pressed = on_load, is_pressed
         self._demands: deque[tuple[ExpertId, Slot]] = deque()
         self._wishes: deque[ExpertId] = deque(maxlen=MAX_WISHES)
         self._seeds: deque[ExpertId] = deque(maxlen=MAX_WISHES)
@@ -63,7 +71,7 @@ class Prefetcher:
         self._guessing = threading.Condition(self._lock)  # guess threads
         self._idle = threading.Condition(self._lock)  # `wait_idle`
         self._is_closed = False
-        self._is_paused = False
+        self._is_held_back = False
         self._guesses_at_once = guess_threads
         self._may_guess_beside = False
         self._demanded: set[ExpertId] = set()  # being read now
@@ -87,13 +95,6 @@ class Prefetcher:
         with self._lock:
             self._guesses_at_once, self._may_guess_beside = at_once, beside_demand
             self._guessing.notify_all()
-
-    def pause(self, is_paused: bool) -> None:
-        """Begin no guess while paused; demands go on."""
-        with self._lock:
-            self._is_paused = is_paused
-            self._guessing.notify_all()
-            self._idle.notify_all()
 
     def demand(self, batch: Sequence[tuple[ExpertId, Slot]]) -> None:
         """Load reserved experts ahead of every guess; without threads they are loaded before this returns."""
@@ -137,10 +138,13 @@ class Prefetcher:
             raise PrefetchError(f"loader thread {dead[0]} died; start again")
 
     def wait_idle(self, seconds: float) -> bool:
-        """Wait until nothing more will be read by itself; False if that takes longer. Paused guesses do not count."""
+        """Wait until nothing more will be read by itself; False if that takes longer.
+
+        Guesses that are held back do not count.
+        """
         deadline = time.monotonic() + seconds
         with self._lock:
-            while self._demands or self._demanded or self._guessed or self._has_guesses():
+            while self._is_busy():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
@@ -160,6 +164,10 @@ class Prefetcher:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _is_busy(self) -> bool:
+        has_guesses = self._has_guesses() and not self._is_held_back
+        return bool(self._demands or self._demanded or self._guessed or has_guesses)
+
     # the threads
 
     def _serve_demands(self) -> None:
@@ -178,11 +186,14 @@ class Prefetcher:
 
     def _serve_guesses(self) -> None:
         while True:
+            is_pressed = self._is_pressed()  # it may look at the disk: not under the lock
             with self._lock:
-                while not (self._is_closed or self._may_guess()):
-                    self._guessing.wait()
                 if self._is_closed:
                     return
+                self._hold_back(is_pressed)
+                if not self._may_guess():
+                    self._guessing.wait(PRESSED_SECONDS if is_pressed and self._has_guesses() else None)
+                    continue
                 expert = self._wishes.popleft() if self._wishes else self._seeds.popleft()
                 self._guessed.add(expert)
             try:
@@ -190,12 +201,18 @@ class Prefetcher:
             finally:
                 self._finished(self._guessed, expert)
 
+    def _hold_back(self, is_pressed: bool) -> None:
+        if is_pressed != self._is_held_back:
+            self._is_held_back = is_pressed
+            self._idle.notify_all()  # what is held back is not waited for
+
     def _has_guesses(self) -> bool:
-        return bool(self._wishes or self._seeds) and not self._is_paused and self._guesses_at_once > 0
+        return bool(self._wishes or self._seeds) and self._guesses_at_once > 0
 
     def _may_guess(self) -> bool:
         is_disk_free = self._may_guess_beside or not (self._demands or self._demanded)
-        return self._has_guesses() and is_disk_free and len(self._guessed) < self._guesses_at_once
+        has_place = not self._is_held_back and len(self._guessed) < self._guesses_at_once
+        return self._has_guesses() and is_disk_free and has_place
 
     def _finished(self, group: set[ExpertId], expert: ExpertId) -> None:
         with self._lock:
@@ -218,7 +235,9 @@ class Prefetcher:
     def _load(self, expert: ExpertId, slot: Slot, is_speculative: bool) -> None:
         start = time.perf_counter()
         try:
-            nbytes = self._store.load(expert, slot)
+            with self._staging.window(is_speculative) as window:
+                nbytes = self._store.load(expert, slot, window)
+                read_seconds = window.read_seconds
         except BaseException as exc:
             with self._lock:
                 self.counters.speculative_failed += is_speculative
@@ -232,6 +251,6 @@ class Prefetcher:
             self.counters.bytes_speculative += nbytes * is_speculative
             self.counters.demand_loads += not is_speculative
             self.counters.speculative_loads += is_speculative
-        self._on_load(expert, nbytes, time.perf_counter() - start)
+        self._on_load(expert, nbytes, time.perf_counter() - start, read_seconds)
         if not self._is_closed:
             self._residency.publish(expert)

@@ -35,6 +35,7 @@ from coop.pressure import PressureGuard
 from coop.profile import Profile
 from coop.residency import Lease, Residency
 from coop.ring import RingBuffer
+from coop.staging import Staging
 from coop.store import ModuleStore, Slot, Store
 from coop.strategy import Strategy, get_strategy
 from coop.topology import hardware_fingerprint
@@ -77,7 +78,8 @@ class Scheduler:
         budget_bytes: most bytes of expert slots.
         strategy: a preset, adapted to the device's memory.
         ring_bytes: size of the output ring.
-        loader_threads: demanded reads at once; 0 loads in the calling thread and never guesses.
+        loader_threads: demanded loads at once; 0 loads in the calling thread and never guesses.
+        queue_depth: reads at once that the disk likes.
         guess_threads: speculative reads at once.
         has_prefetch: whether experts are loaded before they are asked for.
         profile: what training learned, or None.
@@ -97,6 +99,7 @@ class Scheduler:
         strategy: Strategy,
         ring_bytes: int,
         loader_threads: int,
+        queue_depth: int = 1,
         guess_threads: int = 0,
         has_prefetch: bool = True,
         profile: Profile | None = None,
@@ -111,9 +114,7 @@ class Scheduler:
         self.is_prefill = True
         self.counters = CallCounters()
         self.calendar = Calendar(len(self.geometry))
-        self.forecast = forecast or Forecast(
-            len(self.geometry), max(layer.num_experts for layer in self.geometry), strategy
-        )
+        self.forecast = forecast or Forecast.of(self.geometry, strategy)
         self._device = device or CpuDevice()
         self.residency = Residency(
             self.geometry,
@@ -131,8 +132,16 @@ class Scheduler:
         self._is_closed = False
         self._call_ended: tuple[int, float] = (-1, 0.0)
         self._announced: Demand | None = None
+        self._queue_depth = queue_depth
+        self.staging = Staging(store.window_bytes, loader_threads)
         self._prefetcher = Prefetcher(
-            store, self.residency, loader_threads, guess_threads if has_prefetch else 0, self._record_load
+            store,
+            self.residency,
+            self.staging,
+            demand_threads=loader_threads,
+            guess_threads=guess_threads if has_prefetch else 0,
+            on_load=self._record_load,
+            is_pressed=guard.poll if guard is not None else lambda: False,
         )
         self._put_in_force(strategy)
         if policy is not None:
@@ -286,6 +295,7 @@ class Scheduler:
         with self._call_lock:
             self.residency.close()
             self._store.close()
+            self.staging.close()
             self._device.close()
 
     # the parts of a call, in order
@@ -301,8 +311,6 @@ class Scheduler:
             self.calendar.record_between(last, time.perf_counter() - ended)
         if layer == 0 and self.is_prefill and tokens > 1:
             self.forecast.begin_prompt(tokens, [geometry.top_k for geometry in self.geometry])
-        if self.guard is not None:
-            self._prefetcher.pause(self.guard.poll())
 
     def _run_units(self, layer: int, flow: Flow, ids: np.ndarray) -> None:
         """L3 lease, L3 prefetch, L1 run: ready units first, the others as their weights arrive."""
@@ -463,8 +471,9 @@ class Scheduler:
             chosen.append(ExpertId(layer, expert))
         self._prefetcher.seed(sorted(chosen, key=self._store.disk_order))
 
-    def _record_load(self, expert: ExpertId, nbytes: int, seconds: float) -> None:
-        self.calendar.record_load(expert.layer, nbytes, seconds)
+    def _record_load(self, expert: ExpertId, nbytes: int, seconds: float, read_seconds: float) -> None:
+        self.calendar.record_load(expert.layer, nbytes, seconds, read_seconds)
+        self.staging.set_depth(self.calendar.staging_depth(self._queue_depth) or self.staging.depth_max)
         if self.guard is not None:
             self.guard.note_load(nbytes, seconds)
 

@@ -7,7 +7,6 @@ exactly the expert asked for when `load` returns, or that `load` raises. Called 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from coop.devices import Fence
 from coop.errors import StoreError
 from coop.ids import ExpertId
 from coop.layout import LayerLayout, Layout, Piece
+from coop.staging import Window
 
 PAGE = (
     4096  # O_DIRECT wants offset, length and memory aligned to the device's block; a page covers all in use
@@ -75,8 +75,12 @@ class Store(Protocol):
     def new_slot(self, layer: int) -> Slot:
         """An empty slot for an expert of `layer`."""
 
-    def load(self, expert: ExpertId, slot: Slot) -> int:
-        """Fill `slot` with `expert`; returns the bytes read. Raises StoreError."""
+    @property
+    def window_bytes(self) -> int:
+        """The largest read, in whole pages."""
+
+    def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
+        """Fill `slot` with `expert`, through `window`; returns the bytes read. Raises StoreError."""
 
     def disk_order(self, expert: ExpertId) -> tuple[str, int]:
         """Sort key of where the expert lies."""
@@ -93,6 +97,7 @@ class SampleRead:
     offset: int
     nbytes: int
     tensor: str
+    windows: threading.local  # one for each thread that samples
 
     @property
     def is_direct(self) -> bool:
@@ -106,7 +111,11 @@ class SampleRead:
 
     def read(self, limit_bytes: int) -> int:
         """Read the run, or its first `limit_bytes`, and drop it; returns the bytes read. Raises StoreError."""
-        return len(self.file.read(self.offset, min(self.nbytes, limit_bytes), self.tensor))
+        nbytes = min(self.nbytes, limit_bytes)
+        window: Window | None = getattr(self.windows, "window", None)
+        if window is None or len(window.memory) < nbytes + 2 * PAGE:
+            window = self.windows.window = Window(nbytes + 2 * PAGE)
+        return len(self.file.read(self.offset, nbytes, self.tensor, window))
 
 
 class ExpertStore:
@@ -146,12 +155,12 @@ class ExpertStore:
         with torch.inference_mode(False):  # loader threads may not write to an inference tensor
             return Slot(buffer, _views(self.layout.layers[layer], buffer, self.layout.dtype))
 
-    def load(self, expert: ExpertId, slot: Slot) -> int:
+    def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
         """Read every piece of `expert` into `slot`, one read for each contiguous run; returns the bytes read."""
         nbytes = 0
         for run in _contiguous_runs(self.layout.layers[expert.layer].pieces[expert.expert]):
             start, end = run[0].offset, run[-1].offset + run[-1].nbytes
-            data = self._files[run[0].path].read(start, end - start, run[0].tensor)
+            data = self._files[run[0].path].read(start, end - start, run[0].tensor, window)
             for piece in run:
                 _place(piece, data[piece.offset - start : piece.offset - start + piece.nbytes], slot)
             nbytes += end - start
@@ -161,17 +170,24 @@ class ExpertStore:
 
     @property
     def window_bytes(self) -> int:
-        """The largest read: every loader thread keeps a buffer of this size."""
+        """The largest read, in whole pages: the size of a staging window."""
         runs = (run for layer in self.layout.layers for e in layer.pieces for run in _contiguous_runs(e))
         return max(run[-1].offset + run[-1].nbytes - run[0].offset for run in runs) + 2 * PAGE
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files that experts are read from."""
+        return sorted(self._files)
+
     def sample_reads(self) -> list[SampleRead]:
         """One read for each expert, at the size and place where the runtime will read."""
-        samples = []
+        samples, windows = [], threading.local()
         for pieces in (pieces for layer in self.layout.layers for pieces in layer.pieces):
             run = max(_contiguous_runs(pieces), key=lambda r: r[-1].offset + r[-1].nbytes - r[0].offset)
             nbytes = run[-1].offset + run[-1].nbytes - run[0].offset
-            samples.append(SampleRead(self._files[run[0].path], run[0].offset, nbytes, run[0].tensor))
+            samples.append(
+                SampleRead(self._files[run[0].path], run[0].offset, nbytes, run[0].tensor, windows)
+            )
         return samples
 
     @property
@@ -219,7 +235,9 @@ class ModuleStore:
         """A slot without memory of its own."""
         return Slot(torch.empty(0, dtype=torch.uint8), {})
 
-    def load(self, expert: ExpertId, slot: Slot) -> int:
+    window_bytes = 0
+
+    def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
         """Point the slot at the expert's rows of each stack."""
         stacks = self._stacks(self._experts[expert.layer])
         slot.weights = {name: stack.detach()[expert.expert] for name, stack in stacks.items()}
@@ -238,8 +256,7 @@ class DirectFile:
 
     O_DIRECT where the file system has it, F_NOCACHE on macOS, else pages are dropped after each read.
 
-    Each thread reads through a page-aligned buffer of its own. A file that changed since it was opened is
-    refused at the next read: weights of two versions must never mix.
+    A file that changed since it was opened is refused at the next read: weights of two versions must never mix.
     """
 
     def __init__(self, path: Path) -> None:
@@ -253,7 +270,6 @@ class DirectFile:
         if not hasattr(os, "O_DIRECT") and hasattr(fcntl, "F_NOCACHE"):
             fcntl.fcntl(self._fd, fcntl.F_NOCACHE, 1)
         self._stamp = self._current_stamp()
-        self._local = threading.local()
 
     def _current_stamp(self) -> tuple[int, int, int]:
         status = os.fstat(self._fd)
@@ -264,12 +280,19 @@ class DirectFile:
         """Number of the file system that the file lies on."""
         return os.fstat(self._fd).st_dev
 
-    def read(self, offset: int, nbytes: int, tensor: str) -> memoryview:
-        """`nbytes` at `offset`; the view is valid until this thread's next read. Raises StoreError."""
+    def read(self, offset: int, nbytes: int, tensor: str, staged: Window | None = None) -> memoryview:
+        """`nbytes` at `offset`, read into `staged` or memory of its own; valid until that is used again.
+
+        Raises StoreError.
+        """
         if self._current_stamp() != self._stamp:
             raise StoreError(self.path, tensor, "the file changed since start; start again with the new file")
+        began = time.perf_counter()
         first = offset - offset % PAGE
-        window = self._window(-(-(offset + nbytes - first) // PAGE) * PAGE)
+        whole_pages = -(-(offset + nbytes - first) // PAGE) * PAGE
+        staged = staged or Window(whole_pages)
+        window = staged.memory[:whole_pages]
+        assert len(window) == whole_pages, f"{whole_pages} bytes do not fit a window of {len(window)}"
         try:
             self._fill(window, first, offset + nbytes - first, tensor)
         except OSError:
@@ -280,13 +303,8 @@ class DirectFile:
                 raise StoreError(self.path, tensor, f"cannot be read: {exc.strerror}") from exc
         if not self.is_direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, first, len(window), os.POSIX_FADV_DONTNEED)
+        staged.read_seconds += time.perf_counter() - began
         return window[offset - first : offset - first + nbytes]
-
-    def _window(self, nbytes: int) -> memoryview:
-        held: mmap.mmap | None = getattr(self._local, "buffer", None)
-        if held is None or len(held) < nbytes:
-            held = self._local.buffer = mmap.mmap(-1, nbytes)
-        return memoryview(held)[:nbytes]
 
     def _fill(self, window: memoryview, first: int, wanted: int, tensor: str) -> None:
         done = 0

@@ -18,6 +18,7 @@ from coop.devices import Device
 from coop.errors import BudgetError, ClosedError, PrefetchError
 from coop.ids import ExpertId
 from coop.residency import Residency
+from coop.staging import Window
 from coop.store import LayerGeometry, Slot, Store
 
 HOST_DEADLINE_SECONDS = 120.0  # no disk in use takes this long for one expert
@@ -75,12 +76,17 @@ class HostTier:
         """An empty slot in the device's memory."""
         return self._disk.slot_over(layer, self._device.new_slot(self.geometry[layer].slot_bytes))
 
-    def load(self, expert: ExpertId, slot: Slot) -> int:
+    @property
+    def window_bytes(self) -> int:
+        """The largest read of the disk."""
+        return self._disk.window_bytes
+
+    def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
         """Fill a device slot with `expert`; returns the bytes read from the disk, 0 on a host hit.
 
         Raises StoreError, PrefetchError for a wait that passed its deadline, ClosedError.
         """
-        source, nbytes = self._lease(expert)
+        source, nbytes = self._lease(expert, window)
         try:
             is_copied = self._copy(source, slot)
         except Exception:
@@ -108,7 +114,7 @@ class HostTier:
     def _new_host_slot(self, layer: int) -> Slot:
         return self._disk.slot_over(layer, self._device.new_staging(self.geometry[layer].slot_bytes))
 
-    def _lease(self, expert: ExpertId) -> tuple[Slot, int]:
+    def _lease(self, expert: ExpertId, window: Window | None) -> tuple[Slot, int]:
         """The host slot of an expert, leased, and the bytes that were read for it."""
         deadline = time.monotonic() + HOST_DEADLINE_SECONDS
         with self.host.changed:
@@ -124,7 +130,7 @@ class HostTier:
                     self.counters.host_misses += 1
                     break
                 self._wait(deadline, f"no host slot was free for {expert}")
-        return slot, self._read(expert, slot)
+        return slot, self._read(expert, slot, window)
 
     def _await(self, expert: ExpertId, deadline: float) -> Slot:
         """The slot of an expert that another thread reads, once it has arrived. Raises what that read raised."""
@@ -151,10 +157,10 @@ class HostTier:
             raise PrefetchError(f"{complaint} in {HOST_DEADLINE_SECONDS:.0f} s")
         self.host.changed.wait(left)
 
-    def _read(self, expert: ExpertId, slot: Slot) -> int:
+    def _read(self, expert: ExpertId, slot: Slot, window: Window | None) -> int:
         """Fill a reserved host slot from the disk; the bytes read."""
         try:
-            nbytes = self._disk.load(expert, slot)
+            nbytes = self._disk.load(expert, slot, window)
         except BaseException as exc:
             with self.host.changed:
                 if not self._is_closed:

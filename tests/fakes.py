@@ -26,6 +26,7 @@ from coop.errors import PrefetchError, StoreError
 from coop.ids import ExpertId
 from coop.prefetch import Prefetcher
 from coop.residency import Residency
+from coop.staging import Staging, Window
 from coop.store import LayerGeometry, Slot
 from coop.tiers import HostTier
 
@@ -252,7 +253,9 @@ class MemoryDisk:
         assert buffer.numel() == self.geometry[layer].slot_bytes
         return Slot(buffer, {"words": buffer.view(torch.int32)})
 
-    def load(self, expert: ExpertId, slot: Slot) -> int:
+    window_bytes = 6144
+
+    def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
         with self._lock:
             self.reads[expert] += 1
             self._reading[expert] += 1
@@ -292,7 +295,7 @@ def serve(
     """
     shape = (len(tier.geometry), max(layer.num_experts for layer in tier.geometry))
     residency = Residency(tier.geometry, budget_bytes, tier.new_slot, np.zeros(shape))
-    prefetcher = Prefetcher(tier, residency, demand_threads=4, guess_threads=0)
+    prefetcher = Prefetcher(tier, residency, Staging(tier.window_bytes, 4), demand_threads=4, guess_threads=0)
     try:
         for call, experts in enumerate(calls):
             waiting = list(experts)

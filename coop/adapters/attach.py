@@ -6,9 +6,9 @@ could not be used (a profile of another model) is said, not guessed. The one pub
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -29,16 +29,21 @@ from coop.adapters.transformers import (
     register,
     serve,
 )
+from coop.blockdevice import BlockDevice
 from coop.checkpoint import Checkpoint, open_checkpoint
-from coop.devices import Memory
+from coop.devices import Device, Memory, open_device
 from coop.errors import CheckpointError, CoopError, ProfileError
+from coop.forecast import Forecast
 from coop.layout import Layout, resolve_layout
 from coop.plan import Plan
+from coop.policy import PriorityPolicy
+from coop.pressure import PressureGuard
 from coop.profile import PROFILE_NAME, Profile, adapter_digest
 from coop.scheduler import CallCounters, Scheduler
 from coop.shards import read_checkpoint_tensors
-from coop.store import ExpertStore
+from coop.store import ExpertStore, Store
 from coop.strategy import get_strategy
+from coop.tiers import HostTier
 from coop.topology import measure
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -46,7 +51,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStats:
-    """Counters since attach or `reset_stats`: requests for experts by phase, and bytes."""
+    """Counters since attach or `reset_stats`: requests for experts by phase, bytes, and seconds of waiting.
+
+    waits: seconds by cause: `load` (a demanded read), `guess` (a read that a guess had begun), `room` (no slot
+    could be freed), `ring` (outputs that wait for an earlier expert's). bytes_speculative: of `bytes_read`,
+    read on a guess. bytes_wasted: of experts that were guessed and evicted unused. times_pressed: how often
+    the guard held guesses back, since attach.
+    """
 
     hits_prefill: int
     misses_prefill: int
@@ -56,6 +67,12 @@ class RuntimeStats:
     budget_bytes: int
     resident_bytes_max: int
     wait_seconds: float
+    waits: Mapping[str, float]
+    bytes_speculative: int
+    bytes_wasted: int
+    evictions: int
+    ring_overflows: int
+    times_pressed: int
 
     @property
     def hit_rate_prefill(self) -> float:
@@ -79,7 +96,8 @@ class Runtime:
         self.plan = plan
         self.profile_status = profile_status
         self.tokenizer_source = tokenizer_source
-        self._bytes_before = 0
+        self._loads_before = dict.fromkeys(scheduler.loads, 0)
+        self._overflows_before = 0
         self._hook = model.register_forward_pre_hook(self._note_phase, with_kwargs=True)
 
     def _note_phase(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,23 +108,43 @@ class Runtime:
 
     def stats(self) -> RuntimeStats:
         """What has happened so far."""
-        counters, residency = self.scheduler.counters, self.scheduler.residency
+        counters, residency, guard = (
+            self.scheduler.counters,
+            self.scheduler.residency,
+            self.scheduler.guard,
+        )
+        loads = self.scheduler.loads
         return RuntimeStats(
             hits_prefill=counters.hits_prefill,
             misses_prefill=counters.misses_prefill,
             hits_decode=counters.hits_decode,
             misses_decode=counters.misses_decode,
-            bytes_read=self.scheduler.loads["bytes_read"] - self._bytes_before,
+            bytes_read=loads["bytes_read"] - self._loads_before["bytes_read"],
             budget_bytes=residency.budget_bytes,
             resident_bytes_max=residency.used_bytes_max,
             wait_seconds=counters.waits.total,
+            waits=asdict(counters.waits),
+            bytes_speculative=loads["bytes_speculative"] - self._loads_before["bytes_speculative"],
+            bytes_wasted=residency.wasted_bytes,
+            evictions=residency.evictions,
+            ring_overflows=self.scheduler.ring.overflows - self._overflows_before,
+            times_pressed=guard.times_pressed if guard is not None else 0,
         )
 
     def reset_stats(self) -> None:
         """Count from here: for a second request with the same runtime."""
         self.scheduler.counters = CallCounters()
         self.scheduler.residency.reset_counters()
-        self._bytes_before = self.scheduler.loads["bytes_read"]
+        self._loads_before = self.scheduler.loads
+        self._overflows_before = self.scheduler.ring.overflows
+
+    def set_budget(self, budget: str | int) -> None:
+        """Lower or raise the budget of a running model, in the forms that `attach` takes; it stays there.
+
+        BudgetError leaves it as it was. What is leased at this moment goes when the call that uses it ends.
+        """
+        self.plan = self.plan.with_budget(budget, self.scheduler.geometry)
+        self.scheduler.resize(self.plan.budget_bytes)
 
     def close(self) -> None:
         """Stop threads, free slots, close files; the model can no longer run. Safe to call twice."""
@@ -133,6 +171,11 @@ def attach(
     base: str | Path | None = None,
     dtype: str | torch.dtype = "auto",
     max_context: int = 4096,
+    device: str | Device = "cpu",
+    guard: bool = True,
+    policy: PriorityPolicy | None = None,
+    poison: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Runtime:
     """Serve a model's experts from its checkpoint under a budget.
 
@@ -147,65 +190,123 @@ def attach(
         base: the base model of an adapter, if not the one its config names.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         max_context: tokens the plan reserves KV cache for.
+        device: where experts and the rest of the model compute: "cpu", "cuda", "mps". A live model is where it is.
+        guard: stop guessing while others use the disk. The tokens are the same without.
+        policy: a signal from outside that moves eviction and prefetch; see docs/external-priority.md.
+        poison: fill every freed slot with NaN, so that a read of it shows; for tests, it costs time.
+        say: takes the guard's log lines.
 
     Raises BudgetError, CheckpointError, StoreError, and CoopError for a strategy or dtype that does not exist.
     """
     chosen = get_strategy(strategy)
+    place = open_device(device) if isinstance(device, str) else device
     checkpoint = _checkpoint(model_or_path, ckpt, base)
     config = _load_config(checkpoint.weights)
     is_live = isinstance(model_or_path, nn.Module)
     served = next(model_or_path.parameters()).dtype if is_live else _dtype(dtype, config, checkpoint.weights)
     store = _open_store(checkpoint, config, served)
     try:
-        model = model_or_path if is_live else _load_dense(checkpoint, config, served)
+        model = model_or_path if is_live else _load_dense(checkpoint, config, served).to(place.torch_device)
+        _check_place(model, place)
         experts = find_experts(model)
         _check_same_experts(experts, store.layout)
         found, status = _load_profile(checkpoint, model, profile)
         plan = Plan.derive(
             budget,
             geometry=store.geometry,
-            topology=measure(store.sample_reads()),
+            topology=measure(store.sample_reads(), None if place.memory is Memory.HOST else place),
             strategy=chosen,
             profile=found,
             dense_bytes=_dense_bytes(model, experts),
             kv_cache_bytes=_kv_cache_bytes(config, served, max_context),
             max_context=max_context,
             row_bytes=int(config.hidden_size) * served.itemsize,
-            memory=Memory.HOST,
+            memory=place.memory,
             stored_bytes=store.stored_bytes,
             window_bytes=store.window_bytes,
             adapter_bytes=store.adapter_bytes,
             has_prefetch=prefetch,
         )
         # from here on nothing is refused: a live model now gives up its expert weights
-        scheduler = _hand_over(model, experts, store, plan, found)
+        watch = _guard(store, plan, say) if guard and prefetch else None
+        scheduler = _hand_over(model, experts, store, plan, found, place, watch, policy, poison)
     except BaseException:
         store.close()
         raise
     return Runtime(model, scheduler, plan, status, checkpoint.tokenizer)
 
 
+def _guard(store: ExpertStore, plan: Plan, say: Callable[[str], None]) -> PressureGuard:
+    disk = BlockDevice(store.paths[0])
+    return PressureGuard(
+        disk.read,
+        name=disk.name or "disk",
+        bandwidth_bytes_per_s=plan.topology.disk.bytes_per_second,
+        say=say,
+    )
+
+
+def _check_place(model: Any, device: Device) -> None:
+    """Dense weights must be where the experts will be: a model spread by a device map is not served."""
+    places = {p.device.type for p in model.parameters() if not p.is_meta}
+    if places - {device.torch_device.type}:
+        raise CoopError(
+            f"the model is on {', '.join(sorted(places))} and the experts would be on {device.name}: "
+            f"move it there first, or pass device= with where it is"
+        )
+
+
 def _hand_over(
-    model: Any, experts: list[ExpertsModule], store: ExpertStore, plan: Plan, profile: Profile | None
+    model: Any,
+    experts: list[ExpertsModule],
+    store: ExpertStore,
+    plan: Plan,
+    profile: Profile | None,
+    device: Device,
+    guard: PressureGuard | None,
+    policy: PriorityPolicy | None,
+    poison: bool,
 ) -> Scheduler:
     """Drop the stacks, start the scheduler, and point the model at it."""
     for entry in experts:
         make_absent(entry)
+    forecast = Forecast.of(store.geometry, plan.strategy)
     scheduler = Scheduler(
         experts,
-        store,
+        _tiered(store, device, plan, forecast),
         budget_bytes=plan.budget_bytes,
         strategy=plan.strategy,
         ring_bytes=plan.ring_bytes,
         loader_threads=plan.loader_threads,
+        queue_depth=plan.topology.disk.queue_depth,
         guess_threads=plan.guess_threads,
         has_prefetch=plan.has_prefetch,
         profile=profile,
+        forecast=forecast,
+        device=device,
+        guard=guard,
+        policy=policy,
+        poison=poison,
     )
     register()
     model.set_experts_implementation(IMPLEMENTATION)
     serve(experts, scheduler)
     return scheduler
+
+
+def _tiered(store: ExpertStore, device: Device, plan: Plan, forecast: Forecast) -> Store:
+    """The store itself where its reads end in a slot, or behind pinned RAM where they are copied once more."""
+    if device.memory is Memory.HOST:
+        return store
+    loaders = plan.loader_threads + plan.guess_threads
+    smallest = loaders * max(layer.slot_bytes for layer in store.geometry)
+    return HostTier(
+        store,
+        device,
+        budget_bytes=max(plan.host_tier_bytes, smallest),
+        loader_threads=loaders,
+        likelihood=forecast.likelihood,
+    )
 
 
 def _rate(hits: int, misses: int) -> float:

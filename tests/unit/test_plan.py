@@ -161,7 +161,7 @@ def plan_for(budget: str | int, strategy: str = "Balanced", **changes: Any) -> P
 def test_auto_is_what_is_free_less_everything_that_is_still_to_come() -> None:
     room = 200 * MIB
     geometry = (LayerGeometry(64, 2, 3 * MIB, 0), LayerGeometry(64, 2, 13 * MIB, 1))
-    ring, staging = 2 * 64 * 2048, (4 + 3) * MIB
+    ring, staging = 2 * 64 * 2048, (4 + 2 + 3) * MIB
     ring = max(ring, 256 * 2048)  # one slice
     taken = 100 * MIB + ring + staging + 3 * MIB
     plan = plan_for(
@@ -175,7 +175,7 @@ def test_auto_is_what_is_free_less_everything_that_is_still_to_come() -> None:
     assert plan.budget_bytes == int(room * 0.7)
     assert plan.total_bytes == taken + int(room * 0.7)
     assert (
-        "auto: 566.5 MiB free - 100.0 MiB KV cache - 512.0 KiB ring - 7.0 MiB staging - 3.0 MiB adapter "
+        "auto: 568.5 MiB free - 100.0 MiB KV cache - 512.0 KiB ring - 9.0 MiB staging - 3.0 MiB adapter "
         "- 256.0 MiB margin, of which Balanced takes up to 70%" in plan.render()
     )
     assert "auto:" not in plan_for("50%").render()
@@ -244,15 +244,15 @@ def test_every_number_of_the_plan_is_shown() -> None:
         assert f"SpeedFirst on {memory}" in shown and "warning" not in shown
 
 
-def test_loader_threads_are_the_queue_depth_of_the_disk_and_guesses_come_on_top() -> None:
-    for depth, loaders in ((1, 2), (2, 2), (4, 4), (8, 8)):
+def test_loader_threads_are_the_queue_depth_and_two_that_place_and_guesses_come_on_top() -> None:
+    for depth, loaders in ((1, 3), (2, 4), (4, 6), (8, 10)):
         rates = tuple(1e9 if d < depth else 2e9 for d in (1, 2, 4, 8))
         disk = Disk(rates=rates, origin=Origin.MEASURED)
         plan = plan_for("50%", "SpeedFirst", topology=machine(disk=disk))
         assert (plan.loader_threads, plan.guess_threads) == (loaders, 3)
         assert (plan.staging_segments, plan.staging_bytes) == (loaders + 3, (loaders + 3) * MIB)
     plan = plan_for("50%", "SpeedFirst", has_prefetch=False)
-    assert (plan.guess_threads, plan.staging_segments) == (0, 4)
+    assert (plan.guess_threads, plan.staging_segments) == (0, 6)
 
 
 def test_reading_times_come_from_the_disk_and_the_stored_size() -> None:
@@ -265,7 +265,7 @@ def test_reading_times_come_from_the_disk_and_the_stored_size() -> None:
 
 def test_what_was_not_measured_is_said_to_be_so_and_the_default_depth_is_used() -> None:
     plan = plan_for("50%", topology=machine(disk=Disk(read_bytes=MIB), ram=Rate()))
-    assert plan.loader_threads == 4 and plan.expert_seconds == plan.cycle_seconds == 0.0
+    assert plan.loader_threads == 6 and plan.expert_seconds == plan.cycle_seconds == 0.0
     assert (
         "disk not measured in buffered reads of 1.0 MiB at queue depth 4, RAM not measured" in plan.render()
     )
@@ -284,11 +284,11 @@ def test_the_ring_holds_a_slice_at_least_and_what_the_profile_saw() -> None:
 def test_a_context_that_cannot_fit_is_warned_of() -> None:
     tight = machine(GIB)
     shown = plan_for("50%", topology=tight, kv_cache_bytes=2 * GIB, max_context=131072).render()
-    assert "warning: the KV cache of 131072 tokens (2.0 GiB) does not fit in the 988.5 MiB" in shown
+    assert "warning: the KV cache of 131072 tokens (2.0 GiB) does not fit in the 986.5 MiB" in shown
     shown = plan_for("100%", topology=machine(130 * MIB), kv_cache_bytes=MIB).render()
     assert "warning" not in shown
     shown = plan_for("100%", topology=machine(50 * MIB), kv_cache_bytes=0).render()
-    assert "warning: the plan takes 63.5 MiB and 50.0 MiB are free" in shown
+    assert "warning: the plan takes 65.5 MiB and 50.0 MiB are free" in shown
 
 
 def test_a_device_pays_for_its_slots_and_the_host_for_what_stands_behind_them() -> None:

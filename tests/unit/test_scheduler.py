@@ -22,6 +22,7 @@ from coop.forecast import Forecast
 from coop.ids import ExpertId
 from coop.ring import CACHE_LINE, RingBuffer, Segment
 from coop.scheduler import Scheduler
+from coop.staging import Staging
 from coop.strategy import get_strategy
 from tests.families import build_family
 
@@ -160,6 +161,35 @@ def test_the_calendar_follows_a_change_of_speed_and_tells_the_gap() -> None:
     assert calendar.table()[0]["compute_ms_rows_1"] == pytest.approx(1.0)
 
 
+def test_staging_is_as_deep_as_keeps_the_disk_busy_while_others_place() -> None:
+    calendar = Calendar(1)
+    assert calendar.staging_depth(4) == 0
+    for _ in range(50):
+        calendar.record_load(0, 1000, 0.008, 0.004)  # half of a load is reading
+    assert calendar.staging_depth(1) == 2
+    assert calendar.staging_depth(4) == 8
+
+
+def test_a_demand_never_waits_for_a_window_that_a_guess_holds_and_the_depth_is_kept() -> None:
+    staging = Staging(4096, demands=2)
+    with staging.window(True), staging.window(True), staging.window(False):
+        staging.set_depth(1)
+        taken = threading.Event()
+
+        def load() -> None:
+            with staging.window(False):
+                taken.set()
+
+        second = threading.Thread(target=load)
+        second.start()
+        assert not taken.wait(0.05)  # one demanded load at a time now
+        staging.set_depth(99)
+        assert staging.depth == 2
+        assert taken.wait(5)
+        second.join(5)
+    assert staging.windows == 4
+
+
 # loader threads
 
 
@@ -171,7 +201,7 @@ def test_an_error_in_a_loader_thread_reaches_the_call_that_waits_and_the_next_ca
         store, real = runtime.scheduler._store, runtime.scheduler._store.load
         expected = runtime.model(input_ids=IDS).logits
 
-        def broken(expert: ExpertId, slot: Any) -> int:
+        def broken(expert: ExpertId, slot: Any, window: Any = None) -> int:
             raise StoreError("shard", "w1", "is gone")
 
         store.load = broken  # type: ignore[method-assign]
@@ -187,7 +217,7 @@ def test_a_foreign_exception_in_a_loader_is_wrapped_with_the_expert(tmp_path: Pa
     build_family(tmp_path, "mixtral")
     with coop.attach(tmp_path, budget="30%", prefetch=False) as runtime:
 
-        def broken(expert: ExpertId, slot: Any) -> int:
+        def broken(expert: ExpertId, slot: Any, window: Any = None) -> int:
             raise ValueError("bits")
 
         runtime.scheduler._store.load = broken  # type: ignore[method-assign]
@@ -203,7 +233,7 @@ def test_a_failed_guess_is_counted_and_changes_no_token(tmp_path: Path) -> None:
         real = runtime.scheduler._store.load
         failed: set[ExpertId] = set()
 
-        def flaky(expert: ExpertId, slot: Any) -> int:
+        def flaky(expert: ExpertId, slot: Any, window: Any = None) -> int:
             if (
                 threading.current_thread().name.startswith("coop")
                 and expert.layer == 2
@@ -225,7 +255,7 @@ def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path) -> None:
     runtime = coop.attach(tmp_path, budget="100%")
     release = threading.Event()
 
-    def hangs(expert: ExpertId, slot: Any) -> int:
+    def hangs(expert: ExpertId, slot: Any, window: Any = None) -> int:
         release.wait(30)
         return 0
 
@@ -261,7 +291,7 @@ def test_closing_ends_a_call_that_waits_in_another_thread(tmp_path: Path) -> Non
     started, release = threading.Event(), threading.Event()
     ended: list[BaseException] = []
 
-    def hangs(expert: ExpertId, slot: Any) -> int:
+    def hangs(expert: ExpertId, slot: Any, window: Any = None) -> int:
         started.set()
         release.wait(30)
         return 0

@@ -21,6 +21,7 @@ from coop.errors import StoreError
 from coop.layout import resolve_layout
 from coop.rates import load_rates, rates_file, save_rates
 from coop.shards import read_checkpoint_tensors
+from coop.staging import Window
 from coop.store import DirectFile, ExpertStore
 from coop.topology import (
     DEFAULT_QUEUE_DEPTH,
@@ -422,9 +423,9 @@ def test_a_real_checkpoint_is_sampled_through_the_reads_of_the_runtime(
     seen: list[tuple[int, int]] = []
     read = DirectFile.read
 
-    def note(self: DirectFile, offset: int, nbytes: int, tensor: str) -> memoryview:
+    def note(self: DirectFile, offset: int, nbytes: int, tensor: str, staged: Window) -> memoryview:
         seen.append((offset, nbytes))
-        return read(self, offset, nbytes, tensor)
+        return read(self, offset, nbytes, tensor, staged)
 
     monkeypatch.setattr(DirectFile, "read", note)
     monkeypatch.setattr(topology, "SMALLEST_DISK_BYTES", 1)
