@@ -465,6 +465,8 @@ class Scheduler:
         left = int(self.residency.budget_bytes * self.strategy.seed_share)
         chosen = []
         for layer, expert in self.forecast.hottest():
+            if expert >= self.geometry[layer].num_experts:
+                continue  # layers may differ in width, the forecast is as wide as the widest
             left -= self.geometry[layer].slot_bytes
             if left < 0:
                 break
