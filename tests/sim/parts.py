@@ -20,6 +20,7 @@ from coop.devices.copier import CopyThread
 from coop.devices.cpu import CpuDevice
 from coop.errors import StoreError
 from coop.ids import ExpertId
+from coop.staging import Window
 from coop.store import LayerGeometry, Slot
 from tests.sim.world import SimCondition, SimRLock, Task, World
 
@@ -179,15 +180,18 @@ class SimDisk:
             start = end
         return Slot(buffer, views)
 
-    def load(self, expert: ExpertId, slot: Slot) -> int:
+    def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
         world, memory = self.world, id(slot)
+        began = world.now
+        world.check(window is not None, f"{expert} is read past the staging ring")
+        world.check(id(window) not in self._filling, f"{expert} is read into a window in use")
         world.check(not self._reading[expert], f"{expert} is read twice at once")
         world.check(memory not in self._filling, f"two loads fill the slot of {expert} at once")
         world.check(not self.is_closed, f"{expert} is read from a disk that is closed")
         read = Read(expert, world.current.name, slot.nbytes, world.now)
         self.log.append(read)
         self._reading[expert] += 1
-        self._filling.add(memory)
+        self._filling |= {memory, id(window)}
         try:
             slot.buffer.fill_(HALF_READ)
             world.point(f"reads {expert}")
@@ -201,7 +205,8 @@ class SimDisk:
         finally:
             read.ended = world.now
             self._reading[expert] -= 1
-            self._filling.discard(memory)
+            self._filling -= {memory, id(window)}
+            window.read_seconds += world.now - began
         return slot.nbytes
 
     def _take_time(self, expert: ExpertId, nbytes: int) -> None:
@@ -216,6 +221,8 @@ class SimDisk:
             raise StoreError("shard", f"{expert}", "cannot be read: Input/output error")
         if self._random.random() < self.faults.error_share:
             raise OSError("transient")
+
+    window_bytes = 4096
 
     def disk_order(self, expert: ExpertId) -> tuple[str, int]:
         self.weights[expert]  # only what exists has a place

@@ -142,6 +142,7 @@ class Model:
             strategy=strategy.adapted(self.device.memory),
             ring_bytes=rng.choice([64, 256, 1024, 8192]),
             loader_threads=self.loaders,
+            queue_depth=rng.choice([1, 2, 4]),
             guess_threads=guessers,
             has_prefetch=rng.random() < 0.85,
             profile=profile if has_profile else None,
@@ -214,7 +215,9 @@ class Model:
         assert not (prefetcher._demands and is_idle), "a demanded read waits while a loader sleeps"
         if prefetcher._guessing.waiting:
             assert not prefetcher._may_guess(), "a guess may begin and its thread was not woken"
-        assert len(prefetcher._guessed) <= max(self.loaders and 3, 0), "more guesses than threads"
+        staging: Any = self.scheduler.staging
+        has_window = staging._demanding < staging.depth
+        assert not (has_window and staging._changed.waiting), "a window is free and a load waits for it"
         self._check_callers()
 
     def _check_account(self, residency: Any) -> None:
