@@ -106,6 +106,27 @@ class Demand:
                 self._residency.abandon(expert, exc)
             raise
 
+    def put_first(self, expert: ExpertId) -> bool:
+        """Ask for `expert` before the others that have found no room; False if it has found room already."""
+        if expert not in self._pending:
+            return False
+        self._pending.remove(expert)
+        self._pending.insert(0, expert)
+        return True
+
+    def give_way(self, also_coming: bool) -> None:
+        """Give back what is here, or on its way too; it is asked for again, behind what is missing already."""
+        given = [*self._leases, *(self._coming if also_coming else ())]
+        for expert in given:
+            self._leases.pop(expert, None)
+            self._coming.pop(expert, None)
+        self._pending += given
+        self._residency.release(*given)
+
+    def hand_over(self, expert: ExpertId) -> Lease:
+        """The lease of an expert that has arrived, now the caller's to release."""
+        return self._leases.pop(expert)
+
     def take_arrived(self) -> list[ExpertId]:
         """Experts whose weights are there, each told once."""
         for expert in [e for e in self._coming if (self._residency.held(e)) is not None]:

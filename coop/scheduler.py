@@ -224,8 +224,12 @@ class Scheduler:
             self._check_open()
             announced = self._announced
             if announced is not None and announced.covers(expert):
-                yield self._await(announced, expert).weights
-                announced.release(expert)
+                self._await(announced, expert)
+                lease = announced.hand_over(expert)  # the announcement may end while the block runs
+                try:
+                    yield lease.weights
+                finally:
+                    self.residency.release(expert)
                 return
             self._begin_call(expert.layer, 1)
             self.forecast.observe(expert.layer, np.array([[expert.expert]]))
@@ -293,6 +297,7 @@ class Scheduler:
             self.residency.changed.notify_all()
         self._prefetcher.close()
         with self._call_lock:
+            self.end_announcement()
             self.residency.close()
             self._store.close()
             self.staging.close()
@@ -431,8 +436,13 @@ class Scheduler:
         self._device.launch(work, [])
 
     def _await(self, demand: Demand, expert: ExpertId) -> Lease:
+        """The lease of one of a demand's experts, whatever was announced beside it and fills the budget."""
         while not demand.has(expert):
             if expert not in demand.take_arrived():
+                announced = self._announced
+                if demand.put_first(expert) and announced is not None:
+                    # nobody else would: its caller is the one that waits
+                    announced.give_way(also_coming=announced is not demand)
                 demand.wait()
                 demand.request()
         return demand.lease(expert)

@@ -86,13 +86,14 @@ class Model:
         total = sum(layer.slot_bytes * layer.num_experts for layer in self.disk.geometry)
         self.smallest = max(layer.slot_bytes for layer in self.disk.geometry)
         self.total_bytes = total
+        self.has_modules = rng.random() < 0.2  # its experts are modules of their own, some inside others
+        self.smallest *= 1 + self.has_modules
         self.loaders = rng.choice([0, 1, 1, 2, 3, 4])
         self.strategy = rng.choice(list(STRATEGIES))
         self.is_tiered = rng.random() < 0.35
         self.is_closing = self.had_no_memory = False
         self.is_shared = rng.random() < 0.15  # two threads call it at once
-        self.has_modules = rng.random() < 0.2  # its experts are modules of their own
-        self._demands: list[Any] = []
+        self._sleeping: list[Any] = []  # demands whose call waits
         self._left_behind: set[ExpertId] = set()
         self._build_scheduler(rng)
         self._watch()
@@ -177,7 +178,16 @@ class Model:
 
         def watched_demand(experts: Any) -> Any:
             demand = make_demand(experts)
-            self._demands = [d for d in self._demands if d._coming or d._pending] + [demand]
+            wait = demand.wait
+
+            def watched_wait(for_ring: bool = False) -> None:
+                self._sleeping.append(demand)
+                try:
+                    wait(for_ring)
+                finally:
+                    self._sleeping.remove(demand)
+
+            demand.wait = watched_wait  # type: ignore[method-assign]
             return demand
 
         self.scheduler._demand = watched_demand  # type: ignore[method-assign]
@@ -213,8 +223,12 @@ class Model:
         prefetcher: Any = self.scheduler._prefetcher
         is_idle = bool(prefetcher._demanding.waiting)
         assert not (prefetcher._demands and is_idle), "a demanded read waits while a loader sleeps"
-        if prefetcher._guessing.waiting:
-            assert not prefetcher._may_guess(), "a guess may begin and its thread was not woken"
+        asleep, reading = len(prefetcher._guessing.waiting), len(prefetcher._guessed)
+        if asleep and prefetcher._may_guess():
+            wanted = len(prefetcher._wishes) + len(prefetcher._seeds)
+            startable = min(wanted, prefetcher._guesses_at_once - reading)
+            awake = prefetcher._guess_threads - reading - asleep
+            assert startable <= awake, f"{startable} guesses may begin, {awake} threads are awake for them"
         staging: Any = self.scheduler.staging
         has_window = staging._demanding < staging.depth
         assert not (has_window and staging._changed.waiting), "a window is free and a load waits for it"
@@ -240,7 +254,7 @@ class Model:
         residency: Any = self.scheduler.residency
         if not residency.changed.waiting:
             return
-        for demand in self._demands:
+        for demand in self._sleeping:
             for expert in demand._coming:
                 is_here = residency._state[expert] == State.RESIDENT or expert in residency._failures
                 assert not is_here, f"{expert} has arrived and its call was not woken"
@@ -294,7 +308,8 @@ class Model:
         except (StoreError, PrefetchError, BudgetError, OSError) as exc:
             self._check_reason(exc, layer, ids, began)
             faults.error_share, faults.has_memory = 0.0, True
-            if not {ExpertId(layer, e) for e in np.unique(ids).tolist()} & faults.broken:
+            asked = {ExpertId(layer, e) for e in np.unique(ids).tolist()}
+            if not faults.broken & (set(self.disk.weights) if self.has_modules else asked):
                 call(rng, layer, hidden, ids, weights, expected)
         return expected
 
@@ -302,6 +317,8 @@ class Model:
         if self.is_shared:
             return
         asked = {ExpertId(layer, e) for e in np.unique(ids).tolist()}
+        if self.has_modules:
+            asked = set(self.disk.weights)  # one that was not announced may have failed
         has_bad_read = any(not r.is_good and r.ended >= 0 and r.expert in asked for r in self.disk.log)
         is_starved = isinstance(exc, BudgetError) and self.had_no_memory
         self.world.check(has_bad_read or is_starved, f"a call failed without a fault: {exc!r}")
@@ -334,13 +351,24 @@ class Model:
             if rng.random() < 0.9:
                 self.scheduler.announce(layer, ids)
             for expert in rng.sample(experts, rng.randint(0, len(experts))):
-                with self.scheduler.lend(expert) as lent:
-                    self._sleep(10 ** rng.uniform(-5, -3))
-                    same = all(torch.equal(lent[n], w) for n, w in self.disk.weights[expert].items())
-                    self.world.check(same, f"{expert} was lent with other bits")
+                if rng.random() < 0.2:  # one that was not announced
+                    self._borrow(rng, ExpertId(layer - 1, rng.randrange(self.counts[layer - 1])))
+                self._borrow(rng, expert)
         finally:
             if rng.random() < 0.9:
                 self.scheduler.end_announcement()
+
+    def _borrow(self, rng: random.Random, expert: ExpertId, is_inner: bool = False) -> None:
+        expert = ExpertId(expert.layer % len(self.counts), expert.expert)
+        with self.scheduler.lend(expert) as lent:
+            self._sleep(10 ** rng.uniform(-5, -3))
+            if not is_inner and rng.random() < 0.2:
+                inner = (expert.layer + 1) % len(self.counts)
+                if rng.random() < 0.7:
+                    self.scheduler.announce(inner, np.array([[0, 1], [2, 1]]))
+                self._borrow(rng, ExpertId(inner, rng.randrange(3)), is_inner=True)
+            same = all(torch.equal(lent[n], w) for n, w in self.disk.weights[expert].items())
+            self.world.check(same, f"{expert} was lent with other bits")
 
     @contextmanager
     def _checked_call(self, layer: int, ids: np.ndarray) -> Iterator[None]:
@@ -363,7 +391,9 @@ class Model:
         check(scheduler.residency.leased() == 0, "a call left a lease")
         check(self._requests() - counted == len(asked), "hits and misses are not the distinct experts")
         reads = Counter(r.expert for r in log[first:] if r.is_good and r.expert in asked)
-        check(all(n == 1 for n in reads.values()), f"read more than once for one call: {reads.most_common(1)}")
+        check(
+            all(n == 1 for n in reads.values()), f"read more than once for one call: {reads.most_common(1)}"
+        )
         demanded = {r.expert for r in log[first:] if not r.is_guess}
         allowed = {*asked, *self._left_behind}
         check(demanded <= allowed, f"demanded without being asked for: {demanded - allowed}")
@@ -419,7 +449,9 @@ class Model:
         if not self.is_tiered:
             count = loads["demand_loads"] + loads["speculative_loads"]
             world.check(count == len(good), f"{count} loads counted, {len(good)} read")
-            world.check(residency.wasted_bytes <= loads["bytes_speculative"], "more bytes wasted than guessed")
+            world.check(
+                residency.wasted_bytes <= loads["bytes_speculative"], "more bytes wasted than guessed"
+            )
 
     def close(self) -> None:
         """Close as a user does, within the deadline."""
@@ -503,14 +535,16 @@ class Simulation:
                 self._disturb(model, rng)
 
     def _close_early(self, model: Model) -> None:
-        if self.random.random() < 0.3:
+        if self.random.random() < 0.3 and model.loaders:  # without loaders the caller itself would hang
             model.disk.faults.hanging.update(model.disk.weights)
         self.world.note("closes early")
         model.close()
 
     def _disturb(self, model: Model, rng: random.Random) -> None:
         scheduler, faults = model.scheduler, model.disk.faults
-        kind = rng.choice(["resize", "resize", "strategy", "policy", "foreign", "hang", "memory", "seed", "idle"])
+        kind = rng.choice(
+            ["resize", "resize", "strategy", "policy", "foreign", "hang", "memory", "seed", "idle"]
+        )
         self.world.note(f"interferes: {kind}")
         if kind == "resize":
             scheduler.resize(model.random_budget(rng))

@@ -22,7 +22,7 @@ from typing import Any
 
 LAST_STEPS = 60
 REAL_DEADLINE_SECONDS = 120.0  # a thread that blocks outside the world is a fault of the simulation
-MAX_STEPS = 400_000
+MAX_STEPS = 60_000
 
 
 class SimulationOver(BaseException):
@@ -43,7 +43,9 @@ class Task:
         self.is_ready, self.is_done, self.was_woken = True, False, False
         self.deadline = float("inf")
         self.waits_for: object = None
-        self.seconds = dict.fromkeys(("sleep", "wait", "device", "lock", "stall"), 0.0)  # virtual, by why it stood still
+        self.seconds = dict.fromkeys(
+            ("sleep", "wait", "device", "lock", "stall"), 0.0
+        )  # virtual, by why it stood still
         self.joiners: list[Task] = []
         self.error: BaseException | None = None
         self.ident = 0
@@ -287,7 +289,9 @@ def _deadline(world: World, timeout: float | None) -> float:
 class SimThread:
     """threading.Thread."""
 
-    def __init__(self, world: World, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
+    def __init__(
+        self, world: World, target: Callable[[], None], name: str = "", daemon: bool = False
+    ) -> None:
         self.name, self._world, self._target = name, world, target
         self._task: Task | None = None
 
