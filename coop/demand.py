@@ -91,6 +91,7 @@ class Demand:
 
     def request(self) -> None:
         """Ask for everything that is missing and finds room."""
+        self._replace_failed_guesses()
         if not self._pending:
             return
         granted = self._residency.demand(self._pending)
@@ -186,11 +187,25 @@ class Demand:
             if self._residency.held(expert) is not None:
                 return True
             error = self._residency.failure(expert)
+            if error is not None and self._coming[expert]:
+                return True  # to be asked for by `request`
             if isinstance(error, CoopError):
                 raise error
             if error is not None:
                 raise PrefetchError(f"loading {expert} failed: {error}") from error
         return any(self._residency.can_reserve(expert) for expert in self._pending)
+
+    def _replace_failed_guesses(self) -> None:
+        """A guess that failed is no reason to fail: what this call had joined, it now asks for itself."""
+        failed = [
+            expert
+            for expert, is_guess in self._coming.items()
+            if is_guess and self._residency.failure(expert) is not None
+        ]
+        for expert in failed:
+            del self._coming[expert]
+            self._residency.release(expert)
+        self._pending += failed
 
     def _arrive(self, lease: Lease) -> None:
         self._leases[lease.expert] = lease
