@@ -22,7 +22,7 @@ from coop.errors import StoreError
 from coop.ids import ExpertId
 from coop.staging import Window
 from coop.store import LayerGeometry, Slot
-from tests.sim.world import SimCondition, SimRLock, Task, World
+from tests.sim.world import Task, World
 
 HIDDEN = 8
 HALF_READ = 0x7F  # bytes of a slot that is being filled
@@ -248,12 +248,13 @@ class _Mark:
     """An event of a queue; also a fence."""
 
     def __init__(self, world: World) -> None:
-        self.done = SimCondition(world, SimRLock(world), "device")
-        self.is_passed = False
+        self._world = world
+        self._waiting: list[Task] = []
+        self._is_passed = False
         self.error: BaseException | None = None
 
     def query(self) -> bool:
-        return self.is_passed
+        return self._is_passed
 
     is_done = query
 
@@ -263,14 +264,16 @@ class _Mark:
             raise self.error
 
     def wait(self, seconds: float) -> bool:
-        with self.done:
-            self.done.wait_for(lambda: self.is_passed, seconds)
-            return self.is_passed
+        deadline = self._world.now + seconds
+        while not self._is_passed and self._world.now < deadline:
+            self._waiting.append(self._world.current)
+            self._world.block("device", deadline, "a mark")
+        return self._is_passed
 
     def finish(self) -> None:
-        with self.done:
-            self.is_passed = True
-            self.done.notify_all()
+        self._is_passed = True
+        for task in self._waiting:
+            self._world.wake(task)
 
 
 class _Queue:
@@ -279,33 +282,31 @@ class _Queue:
     def __init__(self, world: World, name: str, seed: int) -> None:
         self._world, self._random = world, random.Random(f"{name} {seed}")
         self._jobs: list[tuple[Callable[[], None], _Mark]] = []
-        self._wake = SimCondition(world, SimRLock(world))
         self._is_closed = False
-        self.task = world.start(name, self._work)
+        self._task = world.start(name, self._work)
 
     def put(self, job: Callable[[], None]) -> _Mark:
         mark = _Mark(self._world)
-        with self._wake:
-            self._jobs.append((job, mark))
-            self._wake.notify_all()
+        self._jobs.append((job, mark))
+        self._world.wake(self._task)
         return mark
 
     def close(self) -> None:
-        with self._wake:
-            self._is_closed = True
-            self._wake.notify_all()
+        self._is_closed = True
+        self._world.wake(self._task)
 
     def delay(self) -> None:
-        self._world.block("sleep", self._world.now + 10 ** self._random.uniform(-5, -2.5), "the device")
+        self._world.block("sleep", self._world.now + 10 ** self._random.uniform(-5, -3), "the device")
 
     def _work(self) -> None:
         while True:
-            with self._wake:
-                self._wake.wait_for(lambda: bool(self._jobs) or self._is_closed)
-                if not self._jobs:
+            while not self._jobs:
+                if self._is_closed:
                     return
-                job, mark = self._jobs.pop(0)
-            self.delay()
+                self._world.block("device", float("inf"), "a job")
+            job, mark = self._jobs.pop(0)
+            if self._random.random() < 0.5:
+                self.delay()
             try:
                 job()
             except Exception as exc:

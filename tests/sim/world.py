@@ -22,7 +22,7 @@ from typing import Any
 
 LAST_STEPS = 60
 REAL_DEADLINE_SECONDS = 120.0  # a thread that blocks outside the world is a fault of the simulation
-MAX_STEPS = 60_000
+MAX_STEPS = 150_000
 
 
 class SimulationOver(BaseException):
