@@ -315,7 +315,7 @@ class _Queue:
 
 
 class SimDevice:
-    """A device with memory of its own: a compute queue and a copy engine, each in order, behind the shipped copy thread."""
+    """A device with memory of its own: compute queue and copy engine, each in order, behind the shipped thread."""
 
     name = "simulated"
     memory = Memory.DEVICE
