@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from coop.errors import ClosedError, CoopError, PrefetchError
 from coop.ids import ExpertId
 from coop.residency import Residency
@@ -80,12 +82,34 @@ class Prefetcher:
             *(self._thread("load", i, self._serve_demands) for i in range(demand_threads)),
             *(self._thread("guess", i, self._serve_guesses) for i in range(self._guess_threads)),
         ]
+        self._started = 0
+        self._start()
+
+    def _start(self) -> None:
+        """Start the threads, each of which computes alone, and put the process's own number of threads back.
+
+        Torch's parallel loops would have a loader's copies and merges fight the compute threads for the cores.
+        The number is each thread's own once set, but the last one set is what threads started later begin with.
+        """
+        threads = torch.get_num_threads()
         for thread in self._threads:
             thread.start()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with self._lock:
+            while self._started < len(self._threads) and time.monotonic() < deadline:
+                self._idle.wait(CLOSE_SECONDS)
+        torch.set_num_threads(threads)
 
     @staticmethod
     def _thread(kind: str, index: int, work: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=work, name=f"coop-{kind}-{index}", daemon=True)
+
+    def _begin_thread(self) -> None:
+        torch.get_num_threads()  # the first call in a thread takes the process's number; the next may change it
+        torch.set_num_threads(1)
+        with self._lock:
+            self._started += 1
+            self._idle.notify_all()
 
     def set_guessing(self, at_once: int, beside_demand: bool) -> None:
         """How many guesses are read at once, and whether one may begin while a demanded read is under way."""
@@ -169,6 +193,7 @@ class Prefetcher:
     # the threads
 
     def _serve_demands(self) -> None:
+        self._begin_thread()
         while True:
             with self._lock:
                 while not (self._is_closed or self._demands):
@@ -183,6 +208,7 @@ class Prefetcher:
                 self._finished(self._demanded, expert)
 
     def _serve_guesses(self) -> None:
+        self._begin_thread()
         while True:
             is_pressed = self._is_pressed()  # it may look at the disk: not under the lock
             with self._lock:

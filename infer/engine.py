@@ -25,8 +25,13 @@ class Stats(Protocol):
     """What the engine's callers read from `coop.adapters.attach.RuntimeStats`."""
 
     bytes_read: int
+    bytes_speculative: int
+    bytes_wasted: int
     budget_bytes: int
     resident_bytes_max: int
+
+    @property
+    def waits(self) -> Mapping[str, float]: ...
 
     @property
     def hit_rate_prefill(self) -> float: ...

@@ -62,6 +62,8 @@ class Options:
     is_verified: bool = False
     has_profile: bool = True
     has_prefetch: bool = True
+    has_guard: bool = True
+    device: str = "cpu"
     is_quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -151,6 +153,9 @@ class Report:
     hit_rate_prefill: float
     hit_rate_decode: float
     bytes_read: int
+    bytes_speculative: int
+    bytes_wasted: int
+    wait_ms: dict[str, float]
     budget_bytes: int
     resident_bytes_max: int
     rss_max_bytes: int
@@ -170,6 +175,9 @@ class Report:
             hit_rate_prefill=stats.hit_rate_prefill,
             hit_rate_decode=stats.hit_rate_decode,
             bytes_read=stats.bytes_read,
+            bytes_speculative=stats.bytes_speculative,
+            bytes_wasted=stats.bytes_wasted,
+            wait_ms={cause: seconds * 1e3 for cause, seconds in stats.waits.items()},
             budget_bytes=stats.budget_bytes,
             resident_bytes_max=stats.resident_bytes_max,
             rss_max_bytes=peak_rss_bytes(),
@@ -195,11 +203,26 @@ class Report:
                 f"first token after {_number(self.ttft_ms, '.0f')} ms "
                 f"(prompt {self.prompt_tokens} tokens), strategy {self.strategy}",
                 f"experts: hits {_number(self.hit_rate_prefill, '.1%')} in prefill, "
-                f"{_number(self.hit_rate_decode, '.1%')} in decode; {format_bytes(self.bytes_read)} read; "
-                f"peak {format_bytes(self.resident_bytes_max)} of a budget of {format_bytes(self.budget_bytes)}",
+                f"{_number(self.hit_rate_decode, '.1%')} in decode; {format_bytes(self.bytes_read)} read, "
+                f"{format_bytes(self.bytes_speculative)} of it on guesses, {format_bytes(self.bytes_wasted)} "
+                f"in vain",
+                f"peak {format_bytes(self.resident_bytes_max)} of a budget of {format_bytes(self.budget_bytes)}; "
+                f"waited {sum(self.wait_ms.values()):.0f} ms{_causes(self.wait_ms)}",
                 f"profile {self.profile}; process peak {format_bytes(self.rss_max_bytes)}",
             )
         )
+
+
+def _causes(wait_ms: dict[str, float]) -> str:
+    """Where the waiting came from, largest first; nothing below a millisecond."""
+    names = {
+        "load": "for reads",
+        "guess": "for guesses under way",
+        "room": "for room",
+        "ring": "for the ring",
+    }
+    found = sorted(((ms, names[cause]) for cause, ms in wait_ms.items() if ms >= 1), reverse=True)
+    return ": " + ", ".join(f"{ms:.0f} {name}" for ms, name in found) if found else ""
 
 
 def _number(value: float, form: str) -> str:
@@ -255,6 +278,9 @@ def _open_runtime(options: Options, **changes: Any) -> Any:
         "base": options.base,
         "dtype": options.dtype,
         "max_context": options.max_context,
+        "device": options.device,
+        "guard": options.has_guard,
+        "say": lambda line: _say(options, line),
     }
     return coop.attach(options.ckpt, **(arguments | changes))
 
@@ -345,6 +371,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="type to compute in (default: as stored)",
     )
+    group.add_argument(
+        "--device", metavar="NAME", default="cpu", help="where to compute: cpu (default), cuda, cuda:1, mps"
+    )
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
@@ -400,6 +429,9 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         "--no-profile", action="store_true", help="start cold, as if training had learned nothing"
     )
     group.add_argument("--no-prefetch", action="store_true", help="load experts only when they are asked for")
+    group.add_argument(
+        "--no-guard", action="store_true", help="go on guessing while other programs use the disk"
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -435,6 +467,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         is_verified=given.verify,
         has_profile=not given.no_profile,
         has_prefetch=not given.no_prefetch,
+        has_guard=not given.no_guard,
+        device=given.device,
         is_quiet=given.quiet,
     )
 

@@ -6,7 +6,7 @@ Owns the byte-level tokenizer; promises folders that transformers itself wrote. 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class FakeStats:
     """Counters with a phase that never came."""
 
     bytes_read: int = 1000
+    bytes_speculative: int = 400
+    bytes_wasted: int = 100
+    waits: dict[str, float] = field(default_factory=lambda: {"load": 0.25, "ring": 0.0})
     budget_bytes: int = 4096
     resident_bytes_max: int = 2048
     hit_rate_prefill: float = 0.5

@@ -27,6 +27,9 @@ KEYS = [
     "hit_rate_prefill",
     "hit_rate_decode",
     "bytes_read",
+    "bytes_speculative",
+    "bytes_wasted",
+    "wait_ms",
     "budget_bytes",
     "resident_bytes_max",
     "rss_max_bytes",
@@ -102,7 +105,9 @@ def test_json_on_stdout_is_alone_there(ckpt: str, capsys: pytest.CaptureFixture[
 def test_every_option_reaches_attach(ckpt: str) -> None:
     options = ["--budget", "2GiB", "--strategy", "MemoryFirst", "--no-profile", "--no-prefetch"]
     options += ["--base", "b", "--dtype", "float32", "--max-context", "99", "--max-new-tokens", "2"]
+    options += ["--device", "cuda:1", "--no-guard"]
     assert generate.main(["--ckpt", ckpt, "--prompt", "hi", *options]) == 0
+    assert callable(CALLS[0].pop("say"))
     assert CALLS == [
         {
             "budget": "2GiB",
@@ -112,6 +117,8 @@ def test_every_option_reaches_attach(ckpt: str) -> None:
             "base": "b",
             "dtype": "float32",
             "max_context": 99,
+            "device": "cuda:1",
+            "guard": False,
         }
     ]
 

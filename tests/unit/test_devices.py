@@ -326,10 +326,11 @@ def test_closing_a_hung_device_lets_go_who_waits_for_what_had_not_begun(
 
 
 def test_a_copy_that_cannot_begin_fails_with_all_behind_it_and_those_before_it_arrive() -> None:
-    engine = Engine()
+    engine, all_asked = Engine(), threading.Event()
 
     def issue(source: torch.Tensor, target: torch.Tensor, after: Any) -> FakeEvent:
         if source.numel() > 1:
+            assert all_asked.wait(SECONDS)
             raise RuntimeError("out of order")
         return engine.issue()
 
@@ -337,6 +338,7 @@ def test_a_copy_that_cannot_begin_fails_with_all_behind_it_and_those_before_it_a
     good = submit(copies)
     bad = copies.submit(torch.zeros(2), torch.zeros(1), None)
     behind = submit(copies)
+    all_asked.set()
     engine.free()
     assert good.wait(SECONDS)
     for fence in (bad, behind):

@@ -213,6 +213,30 @@ def test_an_error_in_a_loader_thread_reaches_the_call_that_waits_and_the_next_ca
         assert torch.equal(expected, runtime.model(input_ids=IDS).logits)
 
 
+def test_loaders_compute_alone_and_leave_the_threads_of_everybody_else_as_they_were(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with coop.attach(tmp_path, budget="30%") as runtime:
+            seen, real = [], runtime.scheduler._store.load
+
+            def note(expert: ExpertId, slot: Any, window: Any = None) -> int:
+                seen.append(torch.get_num_threads())
+                return real(expert, slot, window)
+
+            runtime.scheduler._store.load = note  # type: ignore[method-assign]
+            runtime.model(input_ids=IDS)
+            later: list[int] = []
+            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            thread.start()
+            thread.join(10)
+            assert set(seen) == {1}
+            assert torch.get_num_threads() == 2 and later == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_foreign_exception_in_a_loader_is_wrapped_with_the_expert(tmp_path: Path) -> None:
     build_family(tmp_path, "mixtral")
     with coop.attach(tmp_path, budget="30%", prefetch=False) as runtime:
