@@ -25,6 +25,7 @@ from coop.store import LayerGeometry, Slot
 from tests.sim.world import Task, World
 
 HIDDEN = 8
+PLENTY = 10**9
 HALF_READ = 0x7F  # bytes of a slot that is being filled
 
 
@@ -70,7 +71,7 @@ class Faults:
     slow_share: float = 0.0
     broken: set[ExpertId] = field(default_factory=set)
     hanging: set[ExpertId] = field(default_factory=set)
-    has_memory: bool = True
+    slots_left: int = PLENTY  # that memory can be had for
 
 
 class Spindle:
@@ -168,8 +169,9 @@ class SimDisk:
         self.latency = 10 ** self._random.uniform(-4, -3)
 
     def new_slot(self, layer: int) -> Slot:
-        if not self.faults.has_memory:
+        if not self.faults.slots_left:
             raise RuntimeError("cannot allocate memory")
+        self.faults.slots_left -= 1
         return self.slot_over(layer, torch.empty(self.geometry[layer].slot_bytes, dtype=torch.uint8))
 
     def slot_over(self, layer: int, buffer: torch.Tensor) -> Slot:
