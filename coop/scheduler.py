@@ -222,6 +222,8 @@ class Scheduler:
             self.forecast.observe(expert.layer, np.array([[expert.expert]]))
             with self._demand([expert]) as demand:
                 demand.request()
+                if demand.is_short:
+                    self.end_announcement()  # it may hold all the room for experts that come later or never
                 yield self._await(demand, expert).weights
 
     def announce(self, layer: int, expert_ids: np.ndarray) -> None:
@@ -424,9 +426,11 @@ class Scheduler:
 
     def _await(self, demand: Demand, expert: ExpertId) -> Lease:
         while not demand.has(expert):
-            if expert not in demand.take_arrived():
+            demand.take_arrived()
+            demand.prefer(expert)
+            if not demand.has(expert):
                 demand.wait()
-                demand.request()
+            demand.take_arrived()
         return demand.lease(expert)
 
     # around calls
