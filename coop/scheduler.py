@@ -114,6 +114,8 @@ class Scheduler:
         self.forecast = forecast or Forecast(
             len(self.geometry), max(layer.num_experts for layer in self.geometry), strategy
         )
+        if policy is not None:
+            self.forecast.set_policy(policy)  # refused before a thread is started
         self._device = device or CpuDevice()
         self.residency = Residency(
             self.geometry,
@@ -135,8 +137,6 @@ class Scheduler:
             store, self.residency, loader_threads, guess_threads if has_prefetch else 0, self._record_load
         )
         self._put_in_force(strategy)
-        if policy is not None:
-            self.forecast.set_policy(policy)
         if profile is not None:
             self._seed(profile)
 
