@@ -16,12 +16,18 @@ from coop.errors import ClosedError, CoopError
 
 _MAY_BE_ASKED = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "is_meta")
+    for name in ("shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "grad", "is_meta")
 } | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.element_size}
+
+_DEVICE = torch.Tensor.device.__get__
 
 
 class AbsentWeight(torch.Tensor):
-    """A tensor of the right shape and dtype, on the meta device and so without bytes, that refuses to be used."""
+    """A tensor of the right shape and dtype, on the meta device and so without bytes, that refuses to be used.
+
+    It says that it is on the CPU, where it will be when it is lent: code that asks the first parameter of a model
+    where inputs belong must not send them nowhere.
+    """
 
     coop_name: str
     coop_is_closed: bool
@@ -45,6 +51,8 @@ class AbsentWeight(torch.Tensor):
         if func in _MAY_BE_ASKED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func == _DEVICE:
+            return torch.device("cpu")
         marker = next(_markers((args, kwargs)))
         if marker.coop_is_closed:
             raise ClosedError(

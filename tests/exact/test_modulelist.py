@@ -389,6 +389,22 @@ def test_an_exception_inside_an_expert_leaves_no_lease_and_the_next_call_is_righ
         assert runtime.scheduler.residency.leased() == 0
 
 
+def test_an_interrupt_of_one_expert_is_tidied_up_when_another_is_called(tmp_path: Path) -> None:
+    model: Any = lively(YoloBlock())
+    first, second = model.moe.experts[:2]
+    first[2] = Explodes().eval()
+    first[2].error = KeyboardInterrupt()
+    features = torch.zeros(1, 8, 4, 4)
+    with coop.attach_modulelist(model, saved(model, tmp_path), experts="moe.experts") as runtime:
+        with torch.inference_mode():
+            with pytest.raises(KeyboardInterrupt):
+                first(features)
+            assert runtime.scheduler.residency.leased() == 1
+            second(features)
+        assert runtime.scheduler.residency.leased() == 0
+        assert all(isinstance(p, AbsentWeight) for p in model.moe.experts.parameters())
+
+
 def test_an_interrupt_then_close_leaves_no_weight_in_the_model(tmp_path: Path) -> None:
     model: Any = lively(YoloBlock())
     for expert in model.moe.experts:
@@ -427,13 +443,14 @@ def test_absent_weights_are_never_computed_with_saved_moved_or_copied(which: int
         list(uses_outside(model))[which]()
 
 
-def test_an_absent_weight_still_tells_its_shape_and_a_closed_model_says_that_its_experts_are_gone(
+def test_an_absent_weight_still_tells_its_shape_and_place_and_a_closed_model_says_that_its_experts_are_gone(
     vision: Any,
 ) -> None:
     model, path, _ = vision
     runtime = coop.attach_modulelist(model, path, **VISION)
     weight = model.blocks[0].experts[0].up.weight
     assert (weight.shape, weight.dtype, weight.numel()) == ((24, 16), torch.float32, 24 * 16)
+    assert weight.device == torch.device("cpu")
     assert repr(weight) == "AbsentWeight('blocks.0.experts.0.up.weight', (24, 16), torch.float32)"
     runtime.close()
     runtime.close()

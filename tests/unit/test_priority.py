@@ -134,6 +134,18 @@ def test_evictions_follow_the_policy_and_bits_do_not(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
 
 
+def test_a_new_signal_is_in_force_before_the_next_call_and_ends_with_none(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="40%", prefetch=False) as runtime:
+        logits(runtime)
+        forecast = runtime.scheduler.forecast
+        before = forecast.likelihood.copy()
+        runtime.scheduler.set_priority(Upside())
+        assert np.array_equal(forecast.likelihood, before.max(1, keepdims=True) - before)
+        runtime.scheduler.set_priority(None)
+        assert np.array_equal(forecast.likelihood, before)
+
+
 # bad policies
 
 
