@@ -50,8 +50,8 @@ class ModePriority:
         self._since[:] = 0
 
     def reward(self, value: float) -> None:
-        """How well the last step went, 0 to 1."""
-        self.trust[self.mode] += (min(max(value, 0.0), 1.0) - self.trust[self.mode]) / REWARD_STEPS
+        """How well the last step went, 0 to 1; NaN counts as 0."""
+        self.trust[self.mode] += (min(1.0, max(0.0, value)) - self.trust[self.mode]) / REWARD_STEPS
 
     def adjust(self, layer: int, likelihood: NDArray[np.float64]) -> NDArray[np.float64]:
         """Called by coop for each layer call: what the forecast expects becomes what the mode makes of it."""

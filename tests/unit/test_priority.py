@@ -103,6 +103,14 @@ def test_a_policy_without_reward_leaves_the_forecast_alone() -> None:
     assert replay(segments, EXPERTS, 0.5, silent) == replay(segments, EXPERTS, 0.5)
 
 
+def test_rewards_stay_between_nothing_and_everything_whatever_the_agent_says() -> None:
+    policy = ModePriority("ab", LAYERS, EXPERTS)
+    for value in (5.0, float("nan"), -3.0, float("inf")):
+        policy.reward(value)
+        assert 0.0 < policy.trust["a"] < 1.0
+    assert policy.trust["b"] == 0.0
+
+
 class Upside:
     """Holds the least likely experts and drops the likeliest."""
 
