@@ -106,6 +106,21 @@ class Demand:
                 self._residency.abandon(expert, exc)
             raise
 
+    def prefer(self, expert: ExpertId) -> None:
+        """Let this one have the next room; where all room is held for others, they give it up and ask again."""
+        if expert not in self._pending:
+            return
+        self._pending.remove(expert)
+        self._pending.insert(0, expert)
+        self.request()
+        if expert in self._pending and self._leases:
+            given_up = list(self._leases)
+            self._leases.clear()
+            self._arrived.clear()
+            self._pending += given_up
+            self._residency.release(*given_up)
+            self.request()
+
     def take_arrived(self) -> list[ExpertId]:
         """Experts whose weights are there, each told once."""
         for expert in [e for e in self._coming if (self._residency.held(e)) is not None]:

@@ -115,6 +115,8 @@ class Scheduler:
         self.counters = CallCounters()
         self.calendar = Calendar(len(self.geometry))
         self.forecast = forecast or Forecast.of(self.geometry, strategy)
+        if policy is not None:
+            self.forecast.set_policy(policy)  # refused before a thread is started
         self._device = device or CpuDevice()
         self.residency = Residency(
             self.geometry,
@@ -144,8 +146,6 @@ class Scheduler:
             is_pressed=guard.poll if guard is not None else lambda: False,
         )
         self._put_in_force(strategy)
-        if policy is not None:
-            self.forecast.set_policy(policy)
         if profile is not None:
             self._seed(profile)
 
@@ -231,6 +231,8 @@ class Scheduler:
             self.forecast.observe(expert.layer, np.array([[expert.expert]]))
             with self._demand([expert]) as demand:
                 demand.request()
+                if demand.is_short:
+                    self.end_announcement()  # it may hold all the room for experts that come later or never
                 yield self._await(demand, expert).weights
 
     def announce(self, layer: int, expert_ids: np.ndarray) -> None:
@@ -432,9 +434,11 @@ class Scheduler:
 
     def _await(self, demand: Demand, expert: ExpertId) -> Lease:
         while not demand.has(expert):
-            if expert not in demand.take_arrived():
+            demand.take_arrived()
+            demand.prefer(expert)
+            if not demand.has(expert):
                 demand.wait()
-                demand.request()
+            demand.take_arrived()
         return demand.lease(expert)
 
     # around calls
