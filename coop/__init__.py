@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coop.adapters.attach import Runtime, attach
+    from coop.adapters.modulelist import attach_modulelist
     from coop.errors import CoopError
     from coop.profile import Profile
 
-__all__ = ["CoopError", "Profile", "Runtime", "attach"]
+__all__ = ["CoopError", "Profile", "Runtime", "attach", "attach_modulelist"]
 __version__ = "0.1.0"
 
 _PLACES = {
     "attach": "coop.adapters.attach",
+    "attach_modulelist": "coop.adapters.modulelist",
     "Runtime": "coop.adapters.attach",
     "Profile": "coop.profile",
     "CoopError": "coop.errors",

@@ -91,7 +91,6 @@ class Demand:
 
     def request(self) -> None:
         """Ask for everything that is missing and finds room."""
-        self._replace_failed_guesses()
         if not self._pending:
             return
         granted = self._residency.demand(self._pending)
@@ -107,6 +106,10 @@ class Demand:
                 self._residency.abandon(expert, exc)
             raise
 
+    def hand_over(self, expert: ExpertId) -> Lease:
+        """The lease of an expert that has arrived, now the caller's to release."""
+        return self._leases.pop(expert)
+
     def put_first(self, expert: ExpertId) -> bool:
         """Ask for `expert` before the others that have found no room; False if it has found room already."""
         if expert not in self._pending:
@@ -121,12 +124,9 @@ class Demand:
         for expert in given:
             self._leases.pop(expert, None)
             self._coming.pop(expert, None)
+        self._arrived.clear()
         self._pending += given
         self._residency.release(*given)
-
-    def hand_over(self, expert: ExpertId) -> Lease:
-        """The lease of an expert that has arrived, now the caller's to release."""
-        return self._leases.pop(expert)
 
     def take_arrived(self) -> list[ExpertId]:
         """Experts whose weights are there, each told once."""
@@ -175,6 +175,7 @@ class Demand:
                     raise PrefetchError(f"{late} did not arrive in {LOAD_DEADLINE_SECONDS:.0f} s")
                 self._residency.changed.wait(ALIVE_CHECK_SECONDS)
                 self._prefetcher.check_alive()
+        self._replace_failed_guesses()
         setattr(self._waits, cause, getattr(self._waits, cause) + time.perf_counter() - began)
 
     def _cause(self) -> str:
@@ -188,7 +189,7 @@ class Demand:
                 return True
             error = self._residency.failure(expert)
             if error is not None and self._coming[expert]:
-                return True  # to be asked for by `request`
+                return True  # this call asks for it itself
             if isinstance(error, CoopError):
                 raise error
             if error is not None:

@@ -60,10 +60,15 @@ class Forecast:
         self._transition_weight = strategy.transition_weight
 
     def set_policy(self, policy: PriorityPolicy | None) -> None:
-        """Let a signal from outside move the likelihoods, at once for every layer. CoopError for a bad answer."""
+        """Let a signal from outside move the likelihoods, at once for every layer.
+
+        CoopError for a bad answer; then, as for whatever the policy raises, the signal before stays in force.
+        """
+        expected = self._expected
+        if policy is not None:
+            expected = np.stack([adjusted(policy, layer, row) for layer, row in enumerate(expected)])
         self._policy = policy
-        for layer, expected in enumerate(self._expected):
-            self._publish(layer, expected)
+        self.likelihood[:] = expected
 
     def seed(self, profile: Profile) -> None:
         """Start from what training saw: answer tokens, because those are what decoding repeats.

@@ -45,30 +45,34 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One parameter inside a slot: `offset` bytes from its start, 64-byte aligned."""
+    """One tensor inside a slot: `offset` bytes from its start, 64-byte aligned."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """The experts of one layer: the fields of a slot, its size in bytes, and the pieces of each expert."""
+    """The experts of one layer: the fields of a slot, its size in bytes, and the pieces of each expert.
+
+    `runs_alone`: experts are modules that run one after another, so a budget for one of them is enough.
+    """
 
     name: str
     fields: tuple[Field, ...]
     slot_bytes: int
     pieces: tuple[tuple[Piece, ...], ...]  # [experts][pieces in file order]
     top_k: int
+    runs_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All MoE layers of one checkpoint, for weights served as `dtype`."""
+    """All MoE layers of one checkpoint."""
 
     layers: tuple[LayerLayout, ...]
-    dtype: torch.dtype
 
     @property
     def num_experts(self) -> int:
@@ -86,11 +90,13 @@ class Layout:
         return (first.path.name, first.offset)
 
 
-def slot_fields(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[tuple[Field, ...], int]:
-    """Fields one after another, each 64-byte aligned, and the size of the slot in bytes."""
+def slot_fields(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+) -> tuple[tuple[Field, ...], int]:
+    """Fields of (shape, dtype) one after another, each 64-byte aligned, and the size of the slot in bytes."""
     fields, offset = [], 0
-    for name, shape in shapes.items():
-        fields.append(Field(name, shape, offset))
+    for name, (shape, dtype) in tensors.items():
+        fields.append(Field(name, shape, offset, dtype))
         offset += _round_up(math.prod(shape) * dtype.itemsize)
     return tuple(fields), offset
 
@@ -109,7 +115,7 @@ def resolve_layout(config: Any, tensors: Mapping[str, TensorEntry], dtype: torch
     layers, missing = [], []
     for experts in find_experts(model):
         shapes = {name: tuple(experts.module._parameters[name].shape[1:]) for name in experts.parameters}  # type: ignore[union-attr]
-        fields, slot_bytes = slot_fields(shapes, dtype)
+        fields, slot_bytes = slot_fields({name: (shape, dtype) for name, shape in shapes.items()})
         pieces: list[list[Piece]] = [[] for _ in range(experts.num_experts)]
         for name, shape in shapes.items():
             missing += _add_pieces(
@@ -119,7 +125,7 @@ def resolve_layout(config: Any, tensors: Mapping[str, TensorEntry], dtype: torch
         layers.append(LayerLayout(experts.name, fields, slot_bytes, ordered, experts.top_k))
     if missing:
         raise LayoutError(f"{len(missing)} expert tensors are missing, first {', '.join(missing[:3])}")
-    return Layout(tuple(layers), dtype)
+    return Layout(tuple(layers))
 
 
 @dataclass(slots=True)

@@ -279,8 +279,8 @@ def all_experts_bytes(geometry: Sequence[LayerGeometry]) -> int:
 
 
 def smallest_bytes(geometry: Sequence[LayerGeometry]) -> int:
-    """The smallest budget that runs: the top-k experts of the largest layer."""
-    return max(layer.slot_bytes * min(layer.top_k, layer.num_experts) for layer in geometry)
+    """The smallest budget that runs: the experts of one token in the largest layer, or one that runs alone."""
+    return max(layer.slot_bytes * layer.at_once for layer in geometry)
 
 
 def cycle_bytes(geometry: Sequence[LayerGeometry]) -> int:
@@ -362,25 +362,23 @@ def _rooms(
 def _check_budget(
     text: str, wanted: int, geometry: Sequence[LayerGeometry], room: Room, strategy: Strategy
 ) -> None:
-    """BudgetError for less than the top-k experts of the largest layer."""
+    """BudgetError for less than the largest layer needs at once."""
     smallest = smallest_bytes(geometry)
     if wanted >= smallest:
         return
-    needs = [layer.slot_bytes * min(layer.top_k, layer.num_experts) for layer in geometry]
-    layer = max(range(len(needs)), key=needs.__getitem__)
-    top_k = min(geometry[layer].top_k, geometry[layer].num_experts)
+    layer = max(range(len(geometry)), key=lambda i: geometry[i].slot_bytes * geometry[i].at_once)
+    purpose = "one expert at a time" if geometry[layer].runs_alone else "top-k"
+    needs = f"layer {layer} needs {geometry[layer].at_once} x {format_bytes(geometry[layer].slot_bytes)} for {purpose}"
     if _is_auto(text):
         needed = room.needed_bytes(math.ceil(smallest / strategy.auto_share) + 1)
         raise BudgetError(
             f"budget auto: {room.render()} leaves {format_bytes(room.left_bytes)}, of which {_takes(strategy)}; "
-            f"layer {layer} needs {top_k} x {format_bytes(geometry[layer].slot_bytes)} "
-            f"for top-k, which takes {needed} bytes ({format_bytes(needed)}) free: plan for fewer tokens, or give "
+            f"{needs}, which takes {needed} bytes ({format_bytes(needed)}) free: plan for fewer tokens, or give "
             f"the budget in bytes; the smallest that runs is {smallest} bytes ({format_bytes(smallest)})"
         )
     hint = f"; did you mean {text}%?" if text.isdigit() and 0 < int(text) <= 100 else ""
     raise BudgetError(
-        f"budget {text} = {format_bytes(wanted)}: layer {layer} needs {top_k} x "
-        f"{format_bytes(geometry[layer].slot_bytes)} for top-k; the smallest that runs is {smallest} "
+        f"budget {text} = {format_bytes(wanted)}: {needs}; the smallest that runs is {smallest} "
         f"bytes ({format_bytes(smallest)}){hint}"
     )
 

@@ -115,6 +115,8 @@ class Scheduler:
         self.counters = CallCounters()
         self.calendar = Calendar(len(self.geometry))
         self.forecast = forecast or Forecast.of(self.geometry, strategy)
+        if policy is not None:
+            self.forecast.set_policy(policy)  # refused before a thread is started
         self._device = device or CpuDevice()
         self.residency = Residency(
             self.geometry,
@@ -144,8 +146,6 @@ class Scheduler:
             is_pressed=guard.poll if guard is not None else lambda: False,
         )
         self._put_in_force(strategy)
-        if policy is not None:
-            self.forecast.set_policy(policy)
         if profile is not None:
             self._seed(profile)
 
@@ -438,11 +438,14 @@ class Scheduler:
     def _await(self, demand: Demand, expert: ExpertId) -> Lease:
         """The lease of one of a demand's experts, whatever was announced beside it and fills the budget."""
         while not demand.has(expert):
-            if expert not in demand.take_arrived():
+            demand.take_arrived()
+            if demand.put_first(expert):
+                demand.request()
                 announced = self._announced
-                if demand.put_first(expert) and announced is not None:
+                if announced is not None and demand.put_first(expert):
                     # nobody else would: its caller is the one that waits
                     announced.give_way(also_coming=announced is not demand)
+            if not demand.has(expert):
                 demand.wait()
                 demand.request()
         return demand.lease(expert)

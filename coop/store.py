@@ -63,6 +63,12 @@ class LayerGeometry:
     top_k: int
     slot_bytes: int
     kind: int
+    runs_alone: bool = False
+
+    @property
+    def at_once(self) -> int:
+        """Experts that the smallest budget must hold: those of one token, or one where each runs alone."""
+        return 1 if self.runs_alone else min(self.top_k, self.num_experts)
 
 
 class Store(Protocol):
@@ -142,18 +148,22 @@ class ExpertStore:
         """One entry for each MoE layer."""
         kinds = [layer.fields for layer in self.layout.layers]
         return tuple(
-            LayerGeometry(len(layer.pieces), layer.top_k, layer.slot_bytes, kinds.index(layer.fields))
+            LayerGeometry(
+                len(layer.pieces), layer.top_k, layer.slot_bytes, kinds.index(layer.fields), layer.runs_alone
+            )
             for layer in self.layout.layers
         )
 
     def new_slot(self, layer: int) -> Slot:
         """An empty slot; the allocator aligns it to 64 bytes, and so does the layout every field in it."""
-        return self.slot_over(layer, torch.empty(self.layout.layers[layer].slot_bytes, dtype=torch.uint8))
+        with torch.inference_mode(False):  # whoever gives the slot up may write to it from another mode
+            buffer = torch.empty(self.layout.layers[layer].slot_bytes, dtype=torch.uint8)
+        return self.slot_over(layer, buffer)
 
     def slot_over(self, layer: int, buffer: torch.Tensor) -> Slot:
         """A slot for an expert of `layer` in memory of the caller's, uint8 [slot_bytes], on any device."""
         with torch.inference_mode(False):  # loader threads may not write to an inference tensor
-            return Slot(buffer, _views(self.layout.layers[layer], buffer, self.layout.dtype))
+            return Slot(buffer, _views(self.layout.layers[layer], buffer))
 
     def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
         """Read every piece of `expert` into `slot`, one read for each contiguous run; returns the bytes read."""
@@ -328,14 +338,14 @@ class DirectFile:
         os.close(self._fd)
 
 
-def _views(geometry: LayerLayout, buffer: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _views(geometry: LayerLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     views = {}
     for field in geometry.fields:
         count = 1
         for extent in field.shape:
             count *= extent
-        part = buffer[field.offset : field.offset + count * dtype.itemsize]
-        views[field.name] = part.view(dtype).view(field.shape)
+        part = buffer[field.offset : field.offset + count * field.dtype.itemsize]
+        views[field.name] = part.view(field.dtype).view(field.shape)
     return views
 
 

@@ -203,7 +203,7 @@ def attach(
     checkpoint = _checkpoint(model_or_path, ckpt, base)
     config = _load_config(checkpoint.weights)
     is_live = isinstance(model_or_path, nn.Module)
-    served = next(model_or_path.parameters()).dtype if is_live else _dtype(dtype, config, checkpoint.weights)
+    served = _live_dtype(model_or_path) if is_live else _dtype(dtype, config, checkpoint.weights)
     store = _open_store(checkpoint, config, served)
     try:
         model = model_or_path if is_live else _load_dense(checkpoint, config, served).to(place.torch_device)
@@ -349,6 +349,29 @@ def _dtype(dtype: str | torch.dtype, config: Any, weights: Path) -> torch.dtype:
     if wanted not in DTYPES.values():
         raise CheckpointError(f"{weights} is of dtype {wanted}; coop runs {', '.join(DTYPES)}")
     return wanted
+
+
+def _live_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a live model's experts. CheckpointError where a quantiser has changed them.
+
+    A quantised dense part stays as it is; but experts are served as the checkpoint has them, so experts that
+    are quantised in the live model would silently become others.
+    """
+    for entry in find_experts(model):
+        for name in entry.parameters:
+            weight = entry.module._parameters[name]
+            if weight is None:
+                raise CheckpointError(f"{entry.name}: this model is attached already; close that first")
+            kind = type(weight)
+            if kind is not nn.Parameter or weight.dtype not in DTYPES.values():
+                raise CheckpointError(
+                    f"{entry.name}.{name} is quantised ({kind.__module__.partition('.')[0]} {kind.__name__}, "
+                    f"{weight.dtype}); coop would serve the checkpoint's own experts: attach the folder itself, or "
+                    "quantise the model without its experts"
+                )
+    weight = find_experts(model)[0].module._parameters["down_proj"]
+    assert weight is not None
+    return weight.dtype
 
 
 def _open_store(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> ExpertStore:
