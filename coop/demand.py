@@ -91,6 +91,7 @@ class Demand:
 
     def request(self) -> None:
         """Ask for everything that is missing and finds room."""
+        self._replace_failed_guesses()
         if not self._pending:
             return
         granted = self._residency.demand(self._pending)
@@ -106,20 +107,26 @@ class Demand:
                 self._residency.abandon(expert, exc)
             raise
 
-    def prefer(self, expert: ExpertId) -> None:
-        """Let this one have the next room; where all room is held for others, they give it up and ask again."""
-        if expert not in self._pending:
-            return
-        self._pending.remove(expert)
-        self._pending.insert(0, expert)
-        self.request()
-        if expert in self._pending and self._leases:
-            given_up = list(self._leases)
-            self._leases.clear()
-            self._arrived.clear()
-            self._pending += given_up
-            self._residency.release(*given_up)
+    def put_first(self, expert: ExpertId) -> bool:
+        """Ask for `expert` before the others that have found no room; False if there is none for it either."""
+        if expert in self._pending:
+            self._pending.remove(expert)
+            self._pending.insert(0, expert)
             self.request()
+        return expert not in self._pending
+
+    def give_way(self, also_coming: bool) -> None:
+        """Give back what is here, or on its way too; it is asked for again, behind what is missing already."""
+        given = [*self._leases, *(self._coming if also_coming else ())]
+        for expert in given:
+            self._leases.pop(expert, None)
+            self._coming.pop(expert, None)
+        self._pending += given
+        self._residency.release(*given)
+
+    def hand_over(self, expert: ExpertId) -> Lease:
+        """The lease of an expert that has arrived, now the caller's to release."""
+        return self._leases.pop(expert)
 
     def take_arrived(self) -> list[ExpertId]:
         """Experts whose weights are there, each told once."""
@@ -180,11 +187,25 @@ class Demand:
             if self._residency.held(expert) is not None:
                 return True
             error = self._residency.failure(expert)
+            if error is not None and self._coming[expert]:
+                return True  # to be asked for by `request`
             if isinstance(error, CoopError):
                 raise error
             if error is not None:
                 raise PrefetchError(f"loading {expert} failed: {error}") from error
         return any(self._residency.can_reserve(expert) for expert in self._pending)
+
+    def _replace_failed_guesses(self) -> None:
+        """A guess that failed is no reason to fail: what this call had joined, it now asks for itself."""
+        failed = [
+            expert
+            for expert, is_guess in self._coming.items()
+            if is_guess and self._residency.failure(expert) is not None
+        ]
+        for expert in failed:
+            del self._coming[expert]
+            self._residency.release(expert)
+        self._pending += failed
 
     def _arrive(self, lease: Lease) -> None:
         self._leases[lease.expert] = lease

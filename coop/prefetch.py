@@ -74,16 +74,13 @@ class Prefetcher:
         self._idle = threading.Condition(self._lock)  # `wait_idle`
         self._is_closed = False
         self._is_held_back = False
-        self._guesses_at_once = guess_threads
+        self._guess_threads = self._guesses_at_once = guess_threads if demand_threads else 0
         self._may_guess_beside = False
         self._demanded: set[ExpertId] = set()  # being read now
         self._guessed: set[ExpertId] = set()
         self._threads = [
             *(self._thread("load", i, self._serve_demands) for i in range(demand_threads)),
-            *(
-                self._thread("guess", i, self._serve_guesses)
-                for i in range(guess_threads if demand_threads else 0)
-            ),
+            *(self._thread("guess", i, self._serve_guesses) for i in range(self._guess_threads)),
         ]
         self._started = 0
         self._start()
@@ -117,7 +114,8 @@ class Prefetcher:
     def set_guessing(self, at_once: int, beside_demand: bool) -> None:
         """How many guesses are read at once, and whether one may begin while a demanded read is under way."""
         with self._lock:
-            self._guesses_at_once, self._may_guess_beside = at_once, beside_demand
+            self._guesses_at_once = min(at_once, self._guess_threads)
+            self._may_guess_beside = beside_demand
             self._guessing.notify_all()
 
     def demand(self, batch: Sequence[tuple[ExpertId, Slot]]) -> None:

@@ -224,15 +224,17 @@ class Scheduler:
             self._check_open()
             announced = self._announced
             if announced is not None and announced.covers(expert):
-                yield self._await(announced, expert).weights
-                announced.release(expert)
+                self._await(announced, expert)
+                lease = announced.hand_over(expert)  # the announcement may end while the block runs
+                try:
+                    yield lease.weights
+                finally:
+                    self.residency.release(expert)
                 return
             self._begin_call(expert.layer, 1)
             self.forecast.observe(expert.layer, np.array([[expert.expert]]))
             with self._demand([expert]) as demand:
                 demand.request()
-                if demand.is_short:
-                    self.end_announcement()  # it may hold all the room for experts that come later or never
                 yield self._await(demand, expert).weights
 
     def announce(self, layer: int, expert_ids: np.ndarray) -> None:
@@ -295,6 +297,7 @@ class Scheduler:
             self.residency.changed.notify_all()
         self._prefetcher.close()
         with self._call_lock:
+            self.end_announcement()
             self.residency.close()
             self._store.close()
             self.staging.close()
@@ -433,12 +436,16 @@ class Scheduler:
         self._device.launch(work, [])
 
     def _await(self, demand: Demand, expert: ExpertId) -> Lease:
+        """The lease of one of a demand's experts, whatever was announced beside it and fills the budget."""
         while not demand.has(expert):
-            demand.take_arrived()
-            demand.prefer(expert)
-            if not demand.has(expert):
-                demand.wait()
-            demand.take_arrived()
+            if expert not in demand.take_arrived():
+                announced = self._announced
+                if not demand.put_first(expert) and announced is not None:
+                    # nobody else would: its caller is the one that waits
+                    announced.give_way(also_coming=announced is not demand)
+                if not demand.has(expert):
+                    demand.wait()
+                demand.request()
         return demand.lease(expert)
 
     # around calls
@@ -469,6 +476,8 @@ class Scheduler:
         left = int(self.residency.budget_bytes * self.strategy.seed_share)
         chosen = []
         for layer, expert in self.forecast.hottest():
+            if expert >= self.geometry[layer].num_experts:
+                continue  # layers may differ in width, the forecast is as wide as the widest
             left -= self.geometry[layer].slot_bytes
             if left < 0:
                 break
