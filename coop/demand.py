@@ -91,6 +91,7 @@ class Demand:
 
     def request(self) -> None:
         """Ask for everything that is missing and finds room."""
+        self._replace_failed_guesses()
         if not self._pending:
             return
         granted = self._residency.demand(self._pending)
@@ -106,17 +107,13 @@ class Demand:
                 self._residency.abandon(expert, exc)
             raise
 
-    def hand_over(self, expert: ExpertId) -> Lease:
-        """The lease of an expert that has arrived, now the caller's to release."""
-        return self._leases.pop(expert)
-
     def put_first(self, expert: ExpertId) -> bool:
-        """Ask for `expert` before the others that have found no room; False if it has found room already."""
-        if expert not in self._pending:
-            return False
-        self._pending.remove(expert)
-        self._pending.insert(0, expert)
-        return True
+        """Ask for `expert` before the others that have found no room; False if there is none for it either."""
+        if expert in self._pending:
+            self._pending.remove(expert)
+            self._pending.insert(0, expert)
+            self.request()
+        return expert not in self._pending
 
     def give_way(self, also_coming: bool) -> None:
         """Give back what is here, or on its way too; it is asked for again, behind what is missing already."""
@@ -124,9 +121,12 @@ class Demand:
         for expert in given:
             self._leases.pop(expert, None)
             self._coming.pop(expert, None)
-        self._arrived.clear()
         self._pending += given
         self._residency.release(*given)
+
+    def hand_over(self, expert: ExpertId) -> Lease:
+        """The lease of an expert that has arrived, now the caller's to release."""
+        return self._leases.pop(expert)
 
     def take_arrived(self) -> list[ExpertId]:
         """Experts whose weights are there, each told once."""
@@ -175,7 +175,6 @@ class Demand:
                     raise PrefetchError(f"{late} did not arrive in {LOAD_DEADLINE_SECONDS:.0f} s")
                 self._residency.changed.wait(ALIVE_CHECK_SECONDS)
                 self._prefetcher.check_alive()
-        self._replace_failed_guesses()
         setattr(self._waits, cause, getattr(self._waits, cause) + time.perf_counter() - began)
 
     def _cause(self) -> str:
@@ -189,7 +188,7 @@ class Demand:
                 return True
             error = self._residency.failure(expert)
             if error is not None and self._coming[expert]:
-                return True  # this call asks for it itself
+                return True  # to be asked for by `request`
             if isinstance(error, CoopError):
                 raise error
             if error is not None:

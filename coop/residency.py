@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -21,13 +20,7 @@ from coop.ids import ExpertId
 from coop.policy import may_displace, pick_victim
 from coop.store import LayerGeometry, Slot
 
-
-class State(IntEnum):
-    """Where an expert is."""
-
-    ABSENT = 0
-    LOADING = 1
-    RESIDENT = 2
+ABSENT, LOADING, RESIDENT = 0, 1, 2  # where an expert is; plain numbers, because they are compared all day
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +97,7 @@ class Residency:
         """Lease a resident expert, or None if it is not resident. Pair with `release`."""
         with self.changed:
             self._check_open()
-            if self._state[expert] != State.RESIDENT:
+            if self._state[expert] != RESIDENT:
                 return None
             return self._lease(expert)
 
@@ -112,12 +105,12 @@ class Residency:
         """Lease those of a call's experts that are resident, all before any room is made."""
         with self.changed:
             self._check_open()
-            return [self._lease(e) for e in experts if self._state[e] == State.RESIDENT]
+            return [self._lease(e) for e in experts if self._state[e] == RESIDENT]
 
     def hold(self, expert: ExpertId) -> bool:
         """Lease an expert whose load is under way, so that it stays once it has arrived; False if none is."""
         with self.changed:
-            if self._state[expert] != State.LOADING:
+            if self._state[expert] != LOADING:
                 return False
             self._take_lease(expert)
             return True
@@ -125,7 +118,7 @@ class Residency:
     def held(self, expert: ExpertId) -> Lease | None:
         """The lease of a held expert once its bytes have arrived, else None."""
         with self.changed:
-            if self._state[expert] != State.RESIDENT:
+            if self._state[expert] != RESIDENT:
                 return None
             slot = self._slots[expert]
             return Lease(expert, slot, slot.generation)
@@ -165,14 +158,14 @@ class Residency:
         """
         with self.changed:
             self._check_open()
-            if self._state[expert] != State.ABSENT or (is_speculative and self._starved):
+            if self._state[expert] != ABSENT or (is_speculative and self._starved):
                 return None
             if not self._make_room(expert, is_speculative):
                 return None
             self._failures.pop(expert, None)
             slot = self._take_slot(expert.layer)
             self._slots[expert] = slot
-            self._state[expert] = State.LOADING
+            self._state[expert] = LOADING
             self._is_guess[expert] = is_speculative
             self._leases[expert] += not is_speculative
             return slot
@@ -182,7 +175,7 @@ class Residency:
         with self.changed:
             kind, need = self._kind[expert.layer], self._slot_bytes[expert.layer]
             return (
-                self._state[expert] != State.ABSENT
+                self._state[expert] != ABSENT
                 or self._has_room(kind, need)
                 or bool(self._evictable().any())
                 or any(slots for slots in self._free.values())
@@ -191,15 +184,15 @@ class Residency:
     def publish(self, expert: ExpertId) -> None:
         """The bytes have arrived: the expert may be leased."""
         with self.changed:
-            assert self._state[expert] == State.LOADING, f"{expert} published but not loading"
-            self._state[expert] = State.RESIDENT
+            assert self._state[expert] == LOADING, f"{expert} published but not loading"
+            self._state[expert] = RESIDENT
             self._settle()
             self.changed.notify_all()
 
     def abandon(self, expert: ExpertId, error: BaseException) -> None:
         """The load failed: the slot is free again. Who leased the expert finds `failure` and still releases it."""
         with self.changed:
-            assert self._state[expert] == State.LOADING, f"{expert} abandoned but not loading"
+            assert self._state[expert] == LOADING, f"{expert} abandoned but not loading"
             self._vacate(expert)
             self._failures[expert] = error
             self._settle()
@@ -233,7 +226,7 @@ class Residency:
     def evict(self, expert: ExpertId) -> bool:
         """Free the slot of a resident expert that nobody leases; False if there is none."""
         with self.changed:
-            if self._state[expert] != State.RESIDENT or self._leases[expert]:
+            if self._state[expert] != RESIDENT or self._leases[expert]:
                 return False
             self._evict(expert)
             self.changed.notify_all()
@@ -249,20 +242,20 @@ class Residency:
 
     def is_absent(self, expert: ExpertId) -> bool:
         """Neither resident nor on its way (a hint: another thread may change it)."""
-        return bool(self._state[expert] == State.ABSENT)
+        return bool(self._state[expert] == ABSENT)
 
     def is_loading(self, expert: ExpertId) -> bool:
         """On its way (a hint: another thread may change it)."""
-        return bool(self._state[expert] == State.LOADING)
+        return bool(self._state[expert] == LOADING)
 
     def absent(self, layer: int) -> np.ndarray:
         """Experts of a layer that are neither resident nor on their way, bool [experts] (a hint)."""
-        return np.asarray(self._state[layer] == State.ABSENT)
+        return np.asarray(self._state[layer] == ABSENT)
 
     def resident(self) -> np.ndarray:
         """Copy of the resident map, bool [layers, experts]."""
         with self.changed:
-            return self._state == State.RESIDENT
+            return self._state == RESIDENT
 
     def leased(self) -> int:
         """Number of leases now held."""
@@ -276,7 +269,7 @@ class Residency:
             self._slots.clear()
             self._free.clear()
             self._failures.clear()
-            self._state[:] = State.ABSENT
+            self._state[:] = ABSENT
             self._leases[:] = 0
             self.used_bytes = 0
             self.changed.notify_all()
@@ -288,7 +281,7 @@ class Residency:
             raise ClosedError("the runtime is closed; attach again to go on")
 
     def _grant(self, expert: ExpertId, granted: Granted) -> None:
-        if self._state[expert] == State.RESIDENT:
+        if self._state[expert] == RESIDENT:
             granted.leases.append(self._lease(expert))
         elif self.hold(expert):
             granted.joined.append(expert)
@@ -332,7 +325,7 @@ class Residency:
         return bool(self._free[kind]) or self.used_bytes + need <= self.budget_bytes
 
     def _evictable(self) -> np.ndarray:
-        return (self._state == State.RESIDENT) & (self._leases == 0)
+        return (self._state == RESIDENT) & (self._leases == 0)
 
     def _settle(self) -> None:
         """Come down to a budget that was lowered, as far as leases and loads allow."""
@@ -380,6 +373,6 @@ class Residency:
     def _vacate(self, expert: ExpertId) -> None:
         slot = self._slots.pop(expert)
         slot.generation += 1
-        self._state[expert] = State.ABSENT
+        self._state[expert] = ABSENT
         self._on_free(slot)
         self._free[self._kind[expert.layer]].append(slot)

@@ -438,15 +438,13 @@ class Scheduler:
     def _await(self, demand: Demand, expert: ExpertId) -> Lease:
         """The lease of one of a demand's experts, whatever was announced beside it and fills the budget."""
         while not demand.has(expert):
-            demand.take_arrived()
-            if demand.put_first(expert):
-                demand.request()
+            if expert not in demand.take_arrived():
                 announced = self._announced
-                if announced is not None and demand.put_first(expert):
+                if not demand.put_first(expert) and announced is not None:
                     # nobody else would: its caller is the one that waits
                     announced.give_way(also_coming=announced is not demand)
-            if not demand.has(expert):
-                demand.wait()
+                if not demand.has(expert):
+                    demand.wait()
                 demand.request()
         return demand.lease(expert)
 

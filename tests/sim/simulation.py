@@ -24,7 +24,7 @@ from coop.errors import BudgetError, ClosedError, PrefetchError, StoreError
 from coop.forecast import Forecast
 from coop.ids import ExpertId
 from coop.pressure import PressureGuard
-from coop.residency import State
+from coop.residency import LOADING, RESIDENT
 from coop.scheduler import Scheduler
 from coop.strategy import STRATEGIES, get_strategy
 from coop.tiers import HostTier
@@ -205,7 +205,7 @@ class Model:
 
         def watched_evict(expert: ExpertId) -> None:
             world.check(not residency._leases[expert], f"{expert} is evicted while it is leased")
-            world.check(residency._state[expert] == State.RESIDENT, f"{expert} is evicted, not resident")
+            world.check(residency._state[expert] == RESIDENT, f"{expert} is evicted, not resident")
             if candidate:
                 likelihood = residency._likelihood
                 is_rarer = likelihood[expert] < likelihood[candidate[0]]
@@ -245,7 +245,7 @@ class Model:
         pinned = sum(
             slot_bytes[e.layer]
             for e in residency._slots
-            if residency._leases[e] or residency._state[e] == State.LOADING
+            if residency._leases[e] or residency._state[e] == LOADING
         )
         limit = max(residency.budget_bytes, pinned)
         assert residency.used_bytes <= limit, f"{residency.used_bytes} bytes used, {limit} allowed"
@@ -257,7 +257,7 @@ class Model:
             return
         for demand in self._sleeping:
             for expert in demand._coming:
-                is_here = residency._state[expert] == State.RESIDENT or expert in residency._failures
+                is_here = residency._state[expert] == RESIDENT or expert in residency._failures
                 assert not is_here, f"{expert} has arrived and its call was not woken"
             for expert in demand._pending:
                 kind, need = residency._kind[expert.layer], residency._slot_bytes[expert.layer]
