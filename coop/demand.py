@@ -60,6 +60,7 @@ class Demand:
         self._waits, self._check_open = waits, check_open
         self._coming: dict[ExpertId, bool] = {}  # leased, not arrived; True: a guess brings it
         self._pending: list[ExpertId] = []
+        self._urgent: ExpertId | None = None
         hits = residency.lease_resident(experts)
         self._leases = {lease.expert: lease for lease in hits}
         self._arrived = list(self._leases)
@@ -94,7 +95,7 @@ class Demand:
         self._replace_failed_guesses()
         if not self._pending:
             return
-        granted = self._residency.demand(self._pending)
+        granted = self._residency.demand(self._pending, self._urgent)
         self._pending = granted.without_room
         for lease in granted.leases:
             self._arrive(lease)
@@ -110,8 +111,7 @@ class Demand:
     def put_first(self, expert: ExpertId) -> bool:
         """Ask for `expert` before the others that have found no room; False if there is none for it either."""
         if expert in self._pending:
-            self._pending.remove(expert)
-            self._pending.insert(0, expert)
+            self._urgent = expert
             self.request()
         return expert not in self._pending
 
@@ -167,6 +167,12 @@ class Demand:
         """
         began = time.perf_counter()
         cause = "ring" if for_ring else self._cause()
+        try:
+            self._until_news(began)
+        finally:
+            setattr(self._waits, cause, getattr(self._waits, cause) + time.perf_counter() - began)
+
+    def _until_news(self, began: float) -> None:
         with self._residency.changed:
             while not self._has_news():
                 self._check_open()
@@ -175,7 +181,6 @@ class Demand:
                     raise PrefetchError(f"{late} did not arrive in {LOAD_DEADLINE_SECONDS:.0f} s")
                 self._residency.changed.wait(ALIVE_CHECK_SECONDS)
                 self._prefetcher.check_alive()
-        setattr(self._waits, cause, getattr(self._waits, cause) + time.perf_counter() - began)
 
     def _cause(self) -> str:
         if not self._coming:

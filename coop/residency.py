@@ -134,15 +134,18 @@ class Residency:
 
     # loads
 
-    def demand(self, experts: Sequence[ExpertId]) -> Granted:
-        """Lease, join or reserve each of a call's experts, in the order given, under one lock.
+    def demand(self, experts: Sequence[ExpertId], urgent: ExpertId | None = None) -> Granted:
+        """Lease or join those of a call's experts that are here or coming, then reserve the others in order.
 
-        BudgetError where memory that the budget allows cannot be had; then nothing was granted.
+        In that order, under one lock, making room never evicts what the call is about to use. An `urgent` one
+        goes before all: its call waits for nothing else, and the others may go for it. BudgetError where
+        memory that the budget allows cannot be had; then nothing was granted.
         """
         granted = Granted()
         with self.changed:
             try:
-                for expert in experts:
+                # a False sorts before a True, and equal ones stay in order
+                for expert in sorted(experts, key=lambda e: (e != urgent, self._state[e] == ABSENT)):
                     self._grant(expert, granted)
             except BaseException as exc:
                 self._take_back(granted, exc)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coop.errors import PrefetchError
+from coop.errors import ClosedError, PrefetchError
 
 STAGING_DEADLINE_SECONDS = 120.0  # no disk in use takes this long for one expert
 
@@ -43,6 +43,7 @@ class Staging:
         self.windows = 0  # made so far; given back to the system by `close`
         self._free: deque[Window] = deque()
         self._demanding = 0
+        self._is_closed = False
         self._changed = threading.Condition()
 
     def set_depth(self, depth: int) -> None:
@@ -53,20 +54,23 @@ class Staging:
 
     @contextmanager
     def window(self, is_speculative: bool) -> Iterator[Window]:
-        """A window for one load. PrefetchError where none comes free before the deadline."""
+        """A window for one load. PrefetchError where none comes free before the deadline, ClosedError."""
         window = self._take(is_speculative)
         try:
             yield window
         finally:
             with self._changed:
                 self._demanding -= not is_speculative
-                self._free.append(window)
+                if not self._is_closed:
+                    self._free.append(window)
                 self._changed.notify()
 
     def close(self) -> None:
-        """Forget the windows; those in use are freed by who uses them."""
+        """Forget the windows and end every wait for one; those in use are freed by who uses them."""
         with self._changed:
+            self._is_closed = True
             self._free.clear()
+            self._changed.notify_all()
 
     def _take(self, is_speculative: bool) -> Window:
         deadline = time.monotonic() + STAGING_DEADLINE_SECONDS
@@ -76,6 +80,8 @@ class Staging:
                 if left <= 0:
                     raise PrefetchError(f"no staging window came free in {STAGING_DEADLINE_SECONDS:.0f} s")
                 self._changed.wait(left)
+                if self._is_closed:
+                    raise ClosedError("the runtime is closed")
             self._demanding += not is_speculative
             if self._free:
                 window = self._free.popleft()

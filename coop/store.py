@@ -10,7 +10,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +20,7 @@ import torch
 
 from coop.adapters.transformers import ExpertsModule
 from coop.devices import Fence
-from coop.errors import StoreError
+from coop.errors import ClosedError, StoreError
 from coop.ids import ExpertId
 from coop.layout import LayerLayout, Layout, Piece
 from coop.staging import Window
@@ -280,6 +281,9 @@ class DirectFile:
         if not hasattr(os, "O_DIRECT") and hasattr(fcntl, "F_NOCACHE"):
             fcntl.fcntl(self._fd, fcntl.F_NOCACHE, 1)
         self._stamp = self._current_stamp()
+        self._lock = threading.Lock()
+        self._users = 0
+        self._is_closed = False
 
     def _current_stamp(self) -> tuple[int, int, int]:
         status = os.fstat(self._fd)
@@ -293,8 +297,12 @@ class DirectFile:
     def read(self, offset: int, nbytes: int, tensor: str, staged: Window | None = None) -> memoryview:
         """`nbytes` at `offset`, read into `staged` or memory of its own; valid until that is used again.
 
-        Raises StoreError.
+        Raises StoreError, and ClosedError after `close`.
         """
+        with self._in_use():
+            return self._read(offset, nbytes, tensor, staged)
+
+    def _read(self, offset: int, nbytes: int, tensor: str, staged: Window | None) -> memoryview:
         if self._current_stamp() != self._stamp:
             raise StoreError(self.path, tensor, "the file changed since start; start again with the new file")
         began = time.perf_counter()
@@ -333,9 +341,27 @@ class DirectFile:
         memory[: len(data)] = data
         return len(data)
 
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """A descriptor that is read from stays open: its number could else become another file's."""
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError(f"{self.path} is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._is_closed and not self._users:
+                    os.close(self._fd)
+
     def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self._fd)
+        """Close the descriptor, or leave that to the last read under way. Safe to call twice."""
+        with self._lock:
+            if not self._is_closed and not self._users:
+                os.close(self._fd)
+            self._is_closed = True
 
 
 def _views(geometry: LayerLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:

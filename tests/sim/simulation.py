@@ -95,6 +95,7 @@ class Model:
         self.is_shared = rng.random() < 0.15  # two threads call it at once
         self._sleeping: list[Any] = []  # demands whose call waits
         self._left_behind: set[ExpertId] = set()
+        self._yet_to_come: set[ExpertId] = set()
         self._build_scheduler(rng)
         self._watch()
 
@@ -388,6 +389,8 @@ class Model:
             yield
         except BaseException:
             self._left_behind |= set(asked)  # what a failed call had asked for still comes
+            begun = {read.expert for read in log[first:]}
+            self._yet_to_come |= {e for e in asked if scheduler.residency.is_loading(e)} - begun
             if not self.is_shared and not self.world.is_over:
                 self.world.check(scheduler.residency.leased() == 0, "a failed call left a lease")
                 self._check_calm()
@@ -399,9 +402,14 @@ class Model:
         self._check_calm()
         check(self._requests() - counted == len(asked), "hits and misses are not the distinct experts")
         came: set[ExpertId] = set()
+        late = {e for e in self._yet_to_come if any(r.expert == e for r in log[first:])}
+        self._yet_to_come -= late
         for read in (
             r for r in log[first:] if r.is_good
         ):  # a guess may bring one again that the call has left
+            if read.expert in late:  # begun after this call, asked for by one that failed
+                late.discard(read.expert)
+                continue
             check(read.is_guess or read.expert not in came, f"{read.expert} is read again for the same call")
             came.add(read.expert)
         demanded = {r.expert for r in log[first:] if not r.is_guess}
