@@ -35,7 +35,7 @@ def ring_segments(count: int) -> list[torch.Tensor]:
     from coop.ring import RingBuffer
 
     ring = RingBuffer(4096)
-    return [ring.push(1, SEGMENT_DOUBLES, torch.float64).view(-1) for _ in range(count)]
+    return [ring.push(1, SEGMENT_DOUBLES, torch.float64)[1].view(-1) for _ in range(count)]
 
 
 def packed_segments(count: int) -> list[torch.Tensor]:
