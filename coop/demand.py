@@ -14,6 +14,7 @@ from types import TracebackType
 
 from coop.errors import CoopError, PrefetchError
 from coop.ids import ExpertId
+from coop.policy import UNLIMITED
 from coop.prefetch import Prefetcher
 from coop.residency import Lease, Residency
 
@@ -44,6 +45,7 @@ class Demand:
         residency, prefetcher: where they are, and who brings them.
         disk_order: sort key of where an expert lies.
         waits: where seconds are counted.
+        streams: experts of the call that may pass through at a time, in place of likelier ones.
         check_open: raises when the runtime was closed meanwhile.
     """
 
@@ -54,10 +56,11 @@ class Demand:
         prefetcher: Prefetcher,
         disk_order: Callable[[ExpertId], tuple[str, int]],
         waits: Waits,
+        streams: int = UNLIMITED,
         check_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._residency, self._prefetcher = residency, prefetcher
-        self._waits, self._check_open = waits, check_open
+        self._waits, self._streams, self._check_open = waits, streams, check_open
         self._coming: dict[ExpertId, bool] = {}  # leased, not arrived; True: a guess brings it
         self._pending: list[ExpertId] = []
         self._urgent: ExpertId | None = None
@@ -95,7 +98,7 @@ class Demand:
         self._replace_failed_guesses()
         if not self._pending:
             return
-        granted = self._residency.demand(self._pending, self._urgent)
+        granted = self._residency.demand(self._pending, self._urgent, self._streams)
         self._pending = granted.without_room
         for lease in granted.leases:
             self._arrive(lease)
@@ -198,7 +201,7 @@ class Demand:
                 raise error
             if error is not None:
                 raise PrefetchError(f"loading {expert} failed: {error}") from error
-        return any(self._residency.can_reserve(expert) for expert in self._pending)
+        return any(self._can_reserve(expert) for expert in self._pending)
 
     def _replace_failed_guesses(self) -> None:
         """A guess that failed is no reason to fail: what this call had joined, it now asks for itself."""
@@ -211,6 +214,10 @@ class Demand:
             del self._coming[expert]
             self._residency.release(expert)
         self._pending += failed
+
+    def _can_reserve(self, expert: ExpertId) -> bool:
+        streams = UNLIMITED if expert == self._urgent else self._streams
+        return self._residency.can_reserve(expert, streams)
 
     def _arrive(self, lease: Lease) -> None:
         self._leases[lease.expert] = lease

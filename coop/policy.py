@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from coop.errors import CoopError
 from coop.ids import ExpertId
 
+UNLIMITED = 2**31
+
 
 class PriorityPolicy(Protocol):
     """A signal from outside about which experts matter: a state that the caller knows, or a reward.
@@ -60,6 +62,16 @@ def pick_victim(likelihood: np.ndarray, is_evictable: np.ndarray) -> ExpertId | 
 def may_displace(likelihood: np.ndarray, candidate: ExpertId, victim: ExpertId) -> bool:
     """Speculation may evict only what is less likely to be used than itself."""
     return bool(likelihood[victim] < likelihood[candidate])
+
+
+def may_stream(leased: int, streams: int) -> bool:
+    """Whether a demanded expert may evict one that is as likely to be used again as itself, or likelier.
+
+    A prompt needs nearly every expert of a layer once. Only so many of those pass through at a time, in slots
+    that the call itself has just given back, and what decoding will want stays. With nothing leased it always
+    may, so a call always gets on.
+    """
+    return leased < streams
 
 
 def unit_priority(rows: int, compute_ms: float, is_memory_short: bool) -> float:

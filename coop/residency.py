@@ -17,7 +17,7 @@ import torch
 
 from coop.errors import BudgetError, ClosedError
 from coop.ids import ExpertId
-from coop.policy import may_displace, pick_victim
+from coop.policy import UNLIMITED, may_displace, may_stream, pick_victim
 from coop.store import LayerGeometry, Slot
 
 ABSENT, LOADING, RESIDENT = 0, 1, 2  # where an expert is; plain numbers, because they are compared all day
@@ -134,11 +134,14 @@ class Residency:
 
     # loads
 
-    def demand(self, experts: Sequence[ExpertId], urgent: ExpertId | None = None) -> Granted:
+    def demand(
+        self, experts: Sequence[ExpertId], urgent: ExpertId | None = None, streams: int = UNLIMITED
+    ) -> Granted:
         """Lease or join those of a call's experts that are here or coming, then reserve the others in order.
 
         In that order, under one lock, making room never evicts what the call is about to use. An `urgent` one
-        goes before all: its call waits for nothing else, and the others may go for it. BudgetError where
+        goes before all: its call waits for nothing else, and the others may go for it. With `streams` experts
+        leased, an expert takes the place only of a less likely one: see `policy.may_stream`. BudgetError where
         memory that the budget allows cannot be had; then nothing was granted.
         """
         granted = Granted()
@@ -146,14 +149,14 @@ class Residency:
             try:
                 # a False sorts before a True, and equal ones stay in order
                 for expert in sorted(experts, key=lambda e: (e != urgent, self._state[e] == ABSENT)):
-                    self._grant(expert, granted)
+                    self._grant(expert, granted, UNLIMITED if expert == urgent else streams)
             except BaseException as exc:
                 self._take_back(granted, exc)
                 raise
             self._starved = len(granted.without_room)
         return granted
 
-    def reserve(self, expert: ExpertId, is_speculative: bool) -> Slot | None:
+    def reserve(self, expert: ExpertId, is_speculative: bool, streams: int = UNLIMITED) -> Slot | None:
         """A slot to load `expert` into, marked LOADING, or None if it is not absent or no room can be made.
 
         A demand reservation comes with a lease. A speculative one evicts only experts less likely than
@@ -163,7 +166,7 @@ class Residency:
             self._check_open()
             if self._state[expert] != ABSENT or (is_speculative and self._starved):
                 return None
-            if not self._make_room(expert, is_speculative):
+            if not self._make_room(expert, is_speculative, streams):
                 return None
             self._failures.pop(expert, None)
             slot = self._take_slot(expert.layer)
@@ -173,15 +176,15 @@ class Residency:
             self._leases[expert] += not is_speculative
             return slot
 
-    def can_reserve(self, expert: ExpertId) -> bool:
+    def can_reserve(self, expert: ExpertId, streams: int = UNLIMITED) -> bool:
         """Whether a demand reservation would find room now."""
         with self.changed:
             kind, need = self._kind[expert.layer], self._slot_bytes[expert.layer]
             return (
                 self._state[expert] != ABSENT
                 or self._has_room(kind, need)
-                or bool(self._evictable().any())
                 or any(slots for slots in self._free.values())
+                or self._victim(expert, is_speculative=False, streams=streams) is not None
             )
 
     def publish(self, expert: ExpertId) -> None:
@@ -283,12 +286,12 @@ class Residency:
         if self._is_closed:
             raise ClosedError("the runtime is closed; attach again to go on")
 
-    def _grant(self, expert: ExpertId, granted: Granted) -> None:
+    def _grant(self, expert: ExpertId, granted: Granted, streams: int) -> None:
         if self._state[expert] == RESIDENT:
             granted.leases.append(self._lease(expert))
         elif self.hold(expert):
             granted.joined.append(expert)
-        elif (slot := self.reserve(expert, is_speculative=False)) is not None:
+        elif (slot := self.reserve(expert, is_speculative=False, streams=streams)) is not None:
             granted.to_load.append((expert, slot))
         else:
             granted.without_room.append(expert)
@@ -308,19 +311,25 @@ class Residency:
         self._leases[expert] += 1
         self._is_guess[expert] = False  # somebody asked for it: no waste any more
 
-    def _make_room(self, expert: ExpertId, is_speculative: bool) -> bool:
+    def _make_room(self, expert: ExpertId, is_speculative: bool, streams: int) -> bool:
         """Evict until a slot of the expert's layer fits. A free slot of the right size is already paid for."""
         kind, need = self._kind[expert.layer], self._slot_bytes[expert.layer]
         while not self._has_room(kind, need):
             if self._drop_free_slot(other_than=kind):
                 continue
-            victim = pick_victim(self._likelihood, self._evictable())
+            victim = self._victim(expert, is_speculative, streams)
             if victim is None:
-                return False
-            if is_speculative and not may_displace(self._likelihood, expert, victim):
                 return False
             self._evict(victim)
         return True
+
+    def _victim(self, expert: ExpertId, is_speculative: bool, streams: int) -> ExpertId | None:
+        """Who goes for `expert`, or None where nobody may."""
+        victim = pick_victim(self._likelihood, self._evictable())
+        if victim is None or may_displace(self._likelihood, expert, victim):
+            return victim
+        may_go = not is_speculative and may_stream(int(np.count_nonzero(self._leases)), streams)
+        return victim if may_go else None
 
     def _has_room(self, kind: int, need: int) -> bool:
         if self.used_bytes > self.budget_bytes:

@@ -29,7 +29,7 @@ from coop.errors import ClosedError, RoutingError
 from coop.execution import run_decode, run_prefill
 from coop.forecast import Forecast
 from coop.ids import ExpertId
-from coop.policy import PriorityPolicy, unit_priority
+from coop.policy import UNLIMITED, PriorityPolicy, unit_priority
 from coop.prefetch import Prefetcher
 from coop.pressure import PressureGuard
 from coop.profile import Profile
@@ -135,6 +135,8 @@ class Scheduler:
         self._call_ended: tuple[int, float] = (-1, 0.0)
         self._announced: Demand | None = None
         self._queue_depth = queue_depth
+        # those that load and as many that wait for their turn to compute
+        self._streams = 2 * loader_threads or UNLIMITED
         self.staging = Staging(store.window_bytes, loader_threads)
         self._prefetcher = Prefetcher(
             store,
@@ -349,6 +351,7 @@ class Scheduler:
             self._prefetcher,
             self._store.disk_order,
             self.counters.waits,
+            self._streams if self.is_prefill else UNLIMITED,
             self._check_open,
         )
         if self.is_prefill:
@@ -375,10 +378,10 @@ class Scheduler:
         self._prefetcher.wish(guesses)
 
     def _guesses(self, layer: int, following: int, experts: int, rows: int, is_streaming: bool) -> int:
-        """How many experts fit the gap. A prompt wants nearly all of the next layer: its stream begins now."""
+        """How many experts fit the gap. A prompt wants about as many of the next layer as of this: it begins now."""
         limit, geometry = self.strategy.prefetch_experts, self.geometry[following]
         if is_streaming:
-            return max(limit, min(geometry.num_experts, experts * rows))
+            return max(limit, min(experts, self._streams))
         gap_ms = self.strategy.gap_factor * self.calendar.gap_ms(layer, experts, rows)
         return min(limit, self.calendar.loads_that_fit(gap_ms, geometry.slot_bytes))
 

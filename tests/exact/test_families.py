@@ -25,7 +25,7 @@ def prompts(rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def all_logits(model: Any, rows: int, tokens: int, new_tokens: int) -> tuple[torch.Tensor, ...]:
     """Logits of every prompt position, then of every decode step."""
-    ids, mask = prompts(rows, tokens)
+    ids, mask = (tensor.to(model.device) for tensor in prompts(rows, tokens))
     with torch.no_grad():
         prompt = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         steps = model.generate(

@@ -14,20 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from coop.adapters.transformers import ExpertsModule, find_experts
-from coop.checkpoint import open_checkpoint
+import coop
 from coop.devices import Device, open_device
-from coop.execution import run_expert
 from coop.ids import ExpertId
-from coop.layout import resolve_layout
-from coop.shards import read_checkpoint_tensors
-from coop.store import ExpertStore, Slot
+from coop.store import Slot
 from coop.tiers import HostTier
+from tests.exact.test_families import all_logits, assert_same_bits
 from tests.fakes import MemoryDisk, serve
-from tests.families import HIDDEN, build_family
+from tests.families import build_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")]
-ROWS = 5
 
 
 @pytest.fixture
@@ -76,42 +72,18 @@ def test_slots_and_staging_are_reused_behind_slow_kernels_and_every_sum_is_right
     tier.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_experts_on_the_device_give_the_same_bits_at_every_budget(
-    family: str, dtype: torch.dtype, tmp_path: Path, device: Device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_model_on_the_device_gives_the_same_bits_at_every_budget(
+    family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = build_family(tmp_path, family, dtype=dtype).to(device.torch_device)
-    experts = find_experts(model)
-    layout = resolve_layout(model.config, read_checkpoint_tensors(open_checkpoint(tmp_path).weights), dtype)
-    calls = random_calls(len(experts), experts[0].num_experts, 60)
-    rows = torch.randn(len(calls), ROWS, HIDDEN).to(device.torch_device, dtype)
-    expected = resident_outputs(experts, calls, rows)
-    slot_bytes = max(layer.slot_bytes for layer in layout.layers)
-    for device_slots, host_slots in ((1, 4), (2, 5), (6, 12), (64, 64)):
-        disk = ExpertStore(layout)
-        tier = host_tier(disk, device, host_slots * slot_bytes)
-        got = torch.zeros_like(expected)
-
-        def kernel(call: int, expert: ExpertId, slot: Slot, out: torch.Tensor = got) -> None:
-            place = out[call, calls[call].index(expert)]
-            run_expert(experts[expert.layer].module, slot.weights, rows[call], place)
-
-        with torch.no_grad():
-            serve(device, tier, calls, device_slots * slot_bytes, kernel)
-        assert torch.equal(got, expected), f"{device_slots} device slots, {host_slots} host slots"
-        tier.close()
-
-
-def resident_outputs(
-    experts: list[ExpertsModule], calls: list[list[ExpertId]], rows: torch.Tensor
-) -> torch.Tensor:
-    """Outputs [calls, experts of a call, rows, hidden] of the model's own weights, which never move."""
-    outputs = torch.zeros(len(calls), len(calls[0]), ROWS, HIDDEN, dtype=rows.dtype, device=rows.device)
-    with torch.no_grad():
-        for call, chosen in enumerate(calls):
-            for place, (layer, expert) in enumerate(chosen):
-                stacks = {name: getattr(experts[layer].module, name) for name in experts[layer].parameters}
-                weights = {name: stack[expert] for name, stack in stacks.items()}
-                run_expert(experts[layer].module, weights, rows[call], outputs[call, place])
-    return outputs
+    build_family(tmp_path, family, dtype)
+    with coop.attach(tmp_path, budget="100%", device="cuda") as runtime:
+        assert "GPU + host + disk" in runtime.plan.render()
+        resident = all_logits(runtime.model, 2, 60, 8)
+        smallest = runtime.plan.smallest_bytes
+    assert resident[0].isfinite().all()
+    for strategy, budget in (("SpeedFirst", smallest), ("Balanced", "25%"), ("MemoryFirst", "50%")):
+        with coop.attach(tmp_path, budget=budget, device="cuda", strategy=strategy, poison=True) as runtime:
+            assert_same_bits(resident, all_logits(runtime.model, 2, 60, 8), f"{family} at {budget}")
+            assert runtime.stats().resident_bytes_max <= runtime.plan.budget_bytes

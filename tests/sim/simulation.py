@@ -23,6 +23,7 @@ from coop.adapters.transformers import ExpertsModule
 from coop.errors import BudgetError, ClosedError, PrefetchError, StoreError
 from coop.forecast import Forecast
 from coop.ids import ExpertId
+from coop.policy import UNLIMITED
 from coop.pressure import PressureGuard
 from coop.residency import LOADING, RESIDENT
 from coop.scheduler import Scheduler
@@ -198,9 +199,9 @@ class Model:
     def _watch_victims(self, residency: Any, candidate: list[Any]) -> None:
         world, make_room, evict = self.world, residency._make_room, residency._evict
 
-        def watched_make_room(expert: ExpertId, is_speculative: bool) -> bool:
+        def watched_make_room(expert: ExpertId, is_speculative: bool, streams: int) -> bool:
             candidate[:] = [expert] if is_speculative else []
-            is_made = make_room(expert, is_speculative)
+            is_made = make_room(expert, is_speculative, streams)
             candidate.clear()
             return is_made
 
@@ -262,7 +263,9 @@ class Model:
                 assert not is_here, f"{expert} has arrived and its call was not woken"
             for expert in demand._pending:
                 kind, need = residency._kind[expert.layer], residency._slot_bytes[expert.layer]
-                has_room = residency._has_room(kind, need) or residency._evictable().any()
+                streams = UNLIMITED if expert == demand._urgent else demand._streams
+                victim = residency._victim(expert, is_speculative=False, streams=streams)
+                has_room = residency._has_room(kind, need) or victim is not None
                 assert not has_room, f"{expert} has room and its call was not woken"
 
     # the workload

@@ -326,6 +326,25 @@ def test_the_victim_is_the_least_likely_that_may_go(
     assert pick_victim(np.array(likelihood), np.array(evictable, dtype=bool)) == victim
 
 
+def test_what_only_passes_through_may_not_displace_more_than_its_share() -> None:
+    likelihood = np.array([[0.9, 0.9, 0.1, 0.1], [0.0] * 4, [0.0] * 4])
+    residency = Residency(GEOMETRY, 2 * GEOMETRY[0].slot_bytes, new_slot, likelihood)
+    for expert in (ExpertId(0, 0), ExpertId(0, 1)):
+        residency.reserve(expert, is_speculative=True)
+        residency.publish(expert)
+    passing = [ExpertId(0, 2), ExpertId(0, 3)]
+    granted = residency.demand(passing, streams=1)
+    assert [expert for expert, _ in granted.to_load] == passing[:1]
+    assert granted.without_room == passing[1:]
+    assert not residency.can_reserve(passing[1], streams=1)
+    assert residency.can_reserve(passing[1])
+    residency.publish(passing[0])
+    residency.release(passing[0])
+    again = residency.demand(granted.without_room, streams=1)
+    assert [expert for expert, _ in again.to_load] == passing[1:]
+    assert residency.resident()[0, 1]  # the likelier one is still there: the first passer-by went
+
+
 def test_a_guess_never_evicts_what_is_as_likely_as_itself() -> None:
     likelihood = np.array([[0.3, 0.3, 0.2]])
     assert not may_displace(likelihood, ExpertId(0, 0), ExpertId(0, 1))

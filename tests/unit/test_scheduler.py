@@ -20,6 +20,7 @@ from coop.dataflow import Flow
 from coop.errors import BudgetError, ClosedError, PrefetchError, RoutingError, StoreError
 from coop.forecast import Forecast
 from coop.ids import ExpertId
+from coop.policy import unit_priority
 from coop.ring import CACHE_LINE, RingBuffer, Segment
 from coop.scheduler import Scheduler
 from coop.staging import Staging
@@ -235,6 +236,121 @@ def test_loaders_compute_alone_and_leave_the_threads_of_everybody_else_as_they_w
             assert torch.get_num_threads() == 2 and later == [2]
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_demand_is_served_while_every_guess_hangs(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="100%") as runtime:
+        expected = runtime.model(input_ids=IDS).logits
+    with coop.attach(tmp_path, budget="100%", strategy="SpeedFirst") as runtime:
+        scheduler, release, hanging = runtime.scheduler, threading.Event(), threading.Semaphore(0)
+        real = scheduler._store.load
+
+        def load(expert: ExpertId, slot: Any, window: Any = None) -> int:
+            if threading.current_thread().name.startswith("coop-guess"):
+                hanging.release()
+                assert release.wait(60)
+            return real(expert, slot, window)
+
+        scheduler._store.load = load  # type: ignore[method-assign]
+        scheduler._prefetcher.seed([ExpertId(2, e) for e in range(scheduler.strategy.guesses_in_flight)])
+        for _ in range(scheduler.strategy.guesses_in_flight):
+            assert hanging.acquire(timeout=10)
+        # layers 0 and 1 are served by demands alone; layer 2 joins the guesses, which then end
+        layer_two = []
+        handle = runtime.model.model.layers[2].register_forward_pre_hook(
+            lambda *_: (layer_two.append(scheduler.loads["demand_loads"]), release.set())[1]
+        )
+        assert torch.equal(expected, runtime.model(input_ids=IDS).logits)
+        handle.remove()
+        assert 8 < layer_two[0] <= 16
+
+
+def test_a_prompt_streams_the_next_layer_in_while_this_one_computes(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="100%") as runtime:
+        scheduler, begun = runtime.scheduler, threading.Event()
+        real_load, real_add = scheduler._store.load, Flow.result
+
+        def load(expert: ExpertId, slot: Any, window: Any = None) -> int:
+            if expert.layer == 1:
+                begun.set()
+            return real_load(expert, slot, window)
+
+        def result(flow: Flow, *args: Any) -> torch.Tensor:
+            assert begun.wait(10)  # layer 0 is not over, and the stream of layer 1 has begun
+            return real_add(flow, *args)
+
+        scheduler._store.load = load  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Flow, "result", result)
+            runtime.model(input_ids=IDS)
+        assert runtime.stats().bytes_speculative > 0
+
+
+@pytest.mark.parametrize(("budget", "share"), [("30%", 0.88), ("50%", 0.94), ("70%", 0.98)])
+def test_a_long_prompt_leaves_behind_what_decoding_will_want(
+    budget: str, share: float, tmp_path: Path
+) -> None:
+    build_family(tmp_path, "mixtral", num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=6)
+    with coop.attach(tmp_path, budget=budget) as runtime:
+        runtime.model(input_ids=torch.randint(3, 96, (1, 300), generator=torch.Generator().manual_seed(0)))
+        scheduler = runtime.scheduler
+        assert scheduler.wait_idle(10)
+        resident, likelihood = scheduler.residency.resident(), scheduler.forecast.likelihood
+        best = np.sort(likelihood, axis=None)[::-1][: int(resident.sum())].sum()
+        # the few that were streamed last may still be there in place of something likelier
+        assert likelihood[resident].sum() >= share * best
+
+
+def test_guesses_fill_the_measured_gap_and_no_more(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="50%", prefetch=False) as runtime:
+        scheduler = runtime.scheduler
+        nbytes = scheduler.geometry[1].slot_bytes
+        scheduler.calendar = Calendar(3)
+        scheduler.calendar.record_load(0, nbytes, 0.002)
+        scheduler.calendar.record_between(0, 0.003)
+        scheduler.calendar.record_compute(0, 1, 0.001)
+        counts = {}
+        for name in ("SpeedFirst", "Balanced", "MemoryFirst"):
+            scheduler.set_strategy(name)
+            counts[name] = scheduler._guesses(0, 1, experts=2, rows=1, is_streaming=False)
+        # the gap is 3 ms + 2 x 1 ms, a load 2 ms; SpeedFirst may use it four times over, up to its limit
+        assert counts == {"SpeedFirst": 8, "Balanced": 2, "MemoryFirst": 0}
+
+
+def test_above_the_rings_fill_only_the_unit_that_the_sum_waits_for_may_run(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    scheduler = Scheduler.for_modules(find_experts(build_family(tmp_path, "mixtral")))
+    scheduler.ring = RingBuffer(20 * 128)  # two units of ten rows
+    hidden, ids = torch.randn(40, 32), np.repeat(np.arange(4), 10)[:, None]
+    flow = Flow(0, hidden, ids, torch.ones(40, 1), 8, scheduler.ring)
+    first, second, third, fourth = flow.units
+
+    class Coming:
+        is_short = False
+        head_comes = True
+
+        def is_coming(self, expert: ExpertId) -> bool:
+            return self.head_comes and expert == first.expert
+
+    demand: Any = Coming()
+    assert scheduler._pick([third, fourth], flow, demand) in ([third], [fourth])
+    for unit in (third, fourth):
+        flow.output(unit)
+    assert scheduler.ring.fill >= scheduler.strategy.ring_fill
+    assert scheduler._pick([second], flow, demand) == []  # better wait for the first
+    assert scheduler._pick([second, first], flow, demand) == [first]
+    demand.head_comes = False  # it found no room: running the second is what frees some
+    assert scheduler._pick([second], flow, demand) == [second]
+    flow.close()
+
+
+def test_the_longest_unit_runs_first_and_the_shortest_while_memory_is_short() -> None:
+    assert unit_priority(9, 0.0, False) > unit_priority(8, 0.0, False)
+    assert unit_priority(1, 3.0, False) > unit_priority(1, 2.0, False)
+    assert unit_priority(1, 2.0, True) > unit_priority(1, 3.0, True)
 
 
 def test_a_foreign_exception_in_a_loader_is_wrapped_with_the_expert(tmp_path: Path) -> None:
