@@ -413,7 +413,9 @@ class Model:
             if read.expert in late:  # begun after this call, asked for by one that failed
                 late.discard(read.expert)
                 continue
-            check(read.is_guess or read.expert not in came, f"{read.expert} is read again for the same call")
+            if read.is_guess:  # begun before the call asked, or for one that it has left
+                continue
+            check(read.expert not in came, f"{read.expert} is read again for the same call")
             came.add(read.expert)
         demanded = {r.expert for r in log[first:] if not r.is_guess}
         allowed = {*asked, *self._left_behind}
