@@ -407,9 +407,7 @@ class Model:
         came: set[ExpertId] = set()
         late = {e for e in self._yet_to_come if any(r.expert == e for r in log[first:])}
         self._yet_to_come -= late
-        for read in (
-            r for r in log[first:] if r.is_good
-        ):  # a guess may bring one again that the call has left
+        for read in (r for r in log[first:] if r.is_good):
             if read.expert in late:  # begun after this call, asked for by one that failed
                 late.discard(read.expert)
                 continue
