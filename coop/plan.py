@@ -220,7 +220,11 @@ class Plan:
             f"experts ({share:.0%}); one token uses {format_bytes(self.cycle_bytes)}, "
             f"the smallest that runs is {format_bytes(self.smallest_bytes)}"
         )
-        auto = f"auto: {self.room.render()}, of which {_takes(self.strategy)}"
+        left = min(int(self.room.left_bytes * self.strategy.auto_share), self.expert_bytes)
+        auto = (
+            f"auto: {self.room.render()} = {format_bytes(self.room.left_bytes)}, of which "
+            f"{_takes(self.strategy)}, and no more than all experts: {format_bytes(left)}"
+        )
         lines = [
             budget,
             *([auto] if self.is_auto else []),
@@ -238,7 +242,9 @@ class Plan:
             f"KV cache {format_bytes(self.kv_cache_bytes)} at {self.max_context} tokens, "
             f"adapter {format_bytes(self.adapter_bytes)}, "
             f"ring {format_bytes(self.ring_bytes)} for slices of {self.slice_rows} rows, "
-            f"staging {format_bytes(self.staging_bytes)} in {self.staging_segments} segments{host}"
+            f"staging {format_bytes(self.staging_bytes)} for up to {self.staging_segments} loads{host}; "
+            f"{format_bytes(self.total_bytes + self.dense_bytes + self.adapter_bytes)} in all, "
+            "and Python with torch"
         )
 
     def _behaviour(self) -> str:
@@ -268,8 +274,8 @@ class Plan:
         if disk.origin is Origin.NOT_MEASURED:
             return text
         return (
-            f"{text}; with nothing resident, one expert takes {format_seconds(self.expert_seconds)} to read, "
-            f"those of one token {format_seconds(self.cycle_seconds)}"
+            f"{text}; one expert alone takes {format_seconds(self.expert_seconds)} to read, those of one token, "
+            f"with nothing resident, {format_seconds(self.cycle_seconds)}"
         )
 
 

@@ -275,6 +275,7 @@ class Prefetcher:
             self.counters.bytes_speculative += nbytes * is_speculative
             self.counters.demand_loads += not is_speculative
             self.counters.speculative_loads += is_speculative
-        self._on_load(expert, nbytes, time.perf_counter() - start, read_seconds)
+        seconds = time.perf_counter() - start
         if not self._is_closed:
             self._residency.publish(expert)
+        self._on_load(expert, nbytes, seconds, read_seconds)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,7 +123,8 @@ class PressureGuard:
             line = self._judge(self._clock(), sample)
             is_pressed = self.is_pressed
         if line:
-            self._say(line)
+            with suppress(Exception):  # a log line that cannot be written is no reason to stop reading
+                self._say(line)
         return is_pressed
 
     def _judge(self, now: float, sample: DiskSample | None) -> str:

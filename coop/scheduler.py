@@ -25,10 +25,11 @@ from coop.dataflow import Flow
 from coop.demand import LOAD_DEADLINE_SECONDS, Demand, Waits
 from coop.devices import Device, Memory
 from coop.devices.cpu import CpuDevice
-from coop.errors import ClosedError, RoutingError
+from coop.errors import ClosedError, CoopError, RoutingError
 from coop.execution import run_decode, run_prefill
 from coop.forecast import Forecast
 from coop.ids import ExpertId
+from coop.interrupts import Interrupts
 from coop.policy import UNLIMITED, PriorityPolicy, unit_priority
 from coop.prefetch import Prefetcher
 from coop.pressure import PressureGuard
@@ -134,6 +135,7 @@ class Scheduler:
         self._is_closed = False
         self._call_ended: tuple[int, float] = (-1, 0.0)
         self._announced: Demand | None = None
+        self._interrupts = Interrupts()
         self._queue_depth = queue_depth
         # those that load and as many that wait for their turn to compute
         self._streams = 2 * loader_threads or UNLIMITED
@@ -169,6 +171,7 @@ class Scheduler:
 
     def set_strategy(self, name: str) -> None:
         """Switch to another preset, in force from the next call. CoopError for an unknown name."""
+        self._check_open()
         self._put_in_force(get_strategy(name).adapted(self._device.memory))
 
     def set_priority(self, policy: PriorityPolicy | None) -> None:
@@ -186,6 +189,7 @@ class Scheduler:
 
         BudgetError below one expert.
         """
+        self._check_open()
         is_raised = budget_bytes > self.residency.budget_bytes
         self.residency.resize(budget_bytes)
         if is_raised:
@@ -193,7 +197,6 @@ class Scheduler:
 
     # the layer call
 
-    @torch.no_grad()
     def execute(
         self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -202,7 +205,9 @@ class Scheduler:
         hidden [tokens, hidden], expert_ids int64 [tokens, k], weights [tokens, k] -> [tokens, hidden].
         Raises RoutingError, StoreError, PrefetchError, ClosedError; a failed call leaves no lease behind.
         """
-        with self._call_lock:
+        if hidden.requires_grad and torch.is_grad_enabled():
+            raise CoopError("coop serves inference only, no gradient comes back: use torch.no_grad()")
+        with torch.no_grad(), self._call_lock, self._interrupts.held():
             self._check_open()
             if hidden.shape[0] == 0:
                 return torch.empty_like(hidden)
@@ -311,6 +316,10 @@ class Scheduler:
         if self._is_closed:
             raise ClosedError("the runtime is closed; attach again to go on")
 
+    def _check_waiting(self) -> None:
+        self._check_open()
+        self._interrupts.check()
+
     def _begin_call(self, layer: int, tokens: int) -> None:
         self.counters.calls += 1
         last, ended = self._call_ended
@@ -352,7 +361,7 @@ class Scheduler:
             self._store.disk_order,
             self.counters.waits,
             self._streams if self.is_prefill else UNLIMITED,
-            self._check_open,
+            self._check_waiting,
         )
         if self.is_prefill:
             self.counters.hits_prefill += demand.hits

@@ -7,10 +7,11 @@ exactly the expert asked for when `load` returns, or that `load` raises. Called 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ PAGE = (
     4096  # O_DIRECT wants offset, length and memory aligned to the device's block; a page covers all in use
 )
 RETRY_SECONDS = 0.01
+PAGES_FROM_BYTES = 2**20
+Stamp = tuple[int, int, int]
 
 
 class MergeAdapter(Protocol):
@@ -157,9 +160,7 @@ class ExpertStore:
 
     def new_slot(self, layer: int) -> Slot:
         """An empty slot; the allocator aligns it to 64 bytes, and so does the layout every field in it."""
-        with torch.inference_mode(False):  # whoever gives the slot up may write to it from another mode
-            buffer = torch.empty(self.layout.layers[layer].slot_bytes, dtype=torch.uint8)
-        return self.slot_over(layer, buffer)
+        return self.slot_over(layer, host_memory(self.layout.layers[layer].slot_bytes))
 
     def slot_over(self, layer: int, buffer: torch.Tensor) -> Slot:
         """A slot for an expert of `layer` in memory of the caller's, uint8 [slot_bytes], on any device."""
@@ -184,6 +185,12 @@ class ExpertStore:
         """The largest read, in whole pages: the size of a staging window."""
         runs = (run for layer in self.layout.layers for e in layer.pieces for run in _contiguous_runs(e))
         return max(run[-1].offset + run[-1].nbytes - run[0].offset for run in runs) + 2 * PAGE
+
+    def check_unchanged(self, stamps: Mapping[Path, Stamp]) -> None:
+        """Every file is still the one at its path, with the stamp it had before its header was read. StoreError."""
+        for path, file in self._files.items():
+            if not stamps[path] == file.stamp == stamp_of(path.stat()):
+                raise StoreError(path, "", "changed while it was being opened; start again with the new file")
 
     @property
     def paths(self) -> list[Path]:
@@ -262,6 +269,22 @@ class ModuleStore:
         """The model owns its weights."""
 
 
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Memory for a slot, uint8 [nbytes]: pages of its own where it is large, so that giving it up frees them.
+
+    An allocator would keep what a lowered budget gives up for later.
+    """
+    with torch.inference_mode(False):  # whoever gives the slot up may write to it from another mode
+        if nbytes >= PAGES_FROM_BYTES:
+            return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """What tells two versions of a file apart: size, time of the last write, inode."""
+    return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
 class DirectFile:
     """One shard, open for positional reads that leave nothing in the page cache.
 
@@ -280,14 +303,13 @@ class DirectFile:
             self._fd, self.is_direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
         if not hasattr(os, "O_DIRECT") and hasattr(fcntl, "F_NOCACHE"):
             fcntl.fcntl(self._fd, fcntl.F_NOCACHE, 1)
-        self._stamp = self._current_stamp()
+        self.stamp = self._current_stamp()
         self._lock = threading.Lock()
         self._users = 0
         self._is_closed = False
 
-    def _current_stamp(self) -> tuple[int, int, int]:
-        status = os.fstat(self._fd)
-        return (status.st_size, status.st_mtime_ns, status.st_ino)
+    def _current_stamp(self) -> Stamp:
+        return stamp_of(os.fstat(self._fd))
 
     @property
     def file_system(self) -> int:
@@ -303,8 +325,7 @@ class DirectFile:
             return self._read(offset, nbytes, tensor, staged)
 
     def _read(self, offset: int, nbytes: int, tensor: str, staged: Window | None) -> memoryview:
-        if self._current_stamp() != self._stamp:
-            raise StoreError(self.path, tensor, "the file changed since start; start again with the new file")
+        self._check_unchanged(tensor)
         began = time.perf_counter()
         first = offset - offset % PAGE
         whole_pages = -(-(offset + nbytes - first) // PAGE) * PAGE
@@ -319,6 +340,7 @@ class DirectFile:
                 self._fill(window, first, offset + nbytes - first, tensor)
             except OSError as exc:
                 raise StoreError(self.path, tensor, f"cannot be read: {exc.strerror}") from exc
+        self._check_unchanged(tensor)
         if not self.is_direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, first, len(window), os.POSIX_FADV_DONTNEED)
         staged.read_seconds += time.perf_counter() - began
@@ -340,6 +362,11 @@ class DirectFile:
         data = os.pread(self._fd, len(memory), offset)  # macOS before 11 knows only this
         memory[: len(data)] = data
         return len(data)
+
+    def _check_unchanged(self, tensor: str) -> None:
+        """Before a read, and after it: a write in the middle would leave bytes of both versions."""
+        if self._current_stamp() != self.stamp:
+            raise StoreError(self.path, tensor, "the file changed since start; start again with the new file")
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

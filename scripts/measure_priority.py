@@ -49,9 +49,10 @@ class ModePriority:
         self.mode = mode
         self._since[:] = 0
 
-    def reward(self, value: float) -> None:
-        """How well the last step went, 0 to 1; NaN counts as 0."""
-        self.trust[self.mode] += (min(1.0, max(0.0, value)) - self.trust[self.mode]) / REWARD_STEPS
+    def reward(self, value: float, steps: int = 1) -> None:
+        """How well the last steps went, 0 to 1; NaN counts as 0."""
+        weight = 1 - (1 - 1 / REWARD_STEPS) ** steps
+        self.trust[self.mode] += weight * (min(1.0, max(0.0, value)) - self.trust[self.mode])
 
     def adjust(self, layer: int, likelihood: NDArray[np.float64]) -> NDArray[np.float64]:
         """Called by coop for each layer call: what the forecast expects becomes what the mode makes of it."""

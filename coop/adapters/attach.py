@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +40,8 @@ from coop.policy import PriorityPolicy
 from coop.pressure import PressureGuard
 from coop.profile import PROFILE_NAME, Profile, adapter_digest
 from coop.scheduler import CallCounters, Scheduler
-from coop.shards import read_checkpoint_tensors
-from coop.store import ExpertStore, Store
+from coop.shards import read_checkpoint_tensors, shard_paths
+from coop.store import ExpertStore, Store, stamp_of
 from coop.strategy import get_strategy
 from coop.tiers import HostTier
 from coop.topology import measure
@@ -93,7 +93,7 @@ class Runtime:
     ) -> None:
         self.model: Any = model
         self.scheduler = scheduler
-        self.plan = plan
+        self._plan = plan
         self.profile_status = profile_status
         self.tokenizer_source = tokenizer_source
         self._loads_before = dict.fromkeys(scheduler.loads, 0)
@@ -105,6 +105,11 @@ class Runtime:
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if tokens is not None:
             self.scheduler.is_prefill = tokens.shape[1] > 1
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force: the budget and the strategy are those of now."""
+        return replace(self._plan, strategy=self.scheduler.strategy)
 
     def stats(self) -> RuntimeStats:
         """What has happened so far."""
@@ -143,8 +148,9 @@ class Runtime:
 
         BudgetError leaves it as it was. What is leased at this moment goes when the call that uses it ends.
         """
-        self.plan = self.plan.with_budget(budget, self.scheduler.geometry)
-        self.scheduler.resize(self.plan.budget_bytes)
+        planned = self.plan.with_budget(budget, self.scheduler.geometry)
+        self.scheduler.resize(planned.budget_bytes)
+        self._plan = planned
 
     def close(self) -> None:
         """Stop threads, free slots, close files; the model can no longer run. Safe to call twice."""
@@ -198,12 +204,14 @@ def attach(
 
     Raises BudgetError, CheckpointError, StoreError, and CoopError for a strategy or dtype that does not exist.
     """
+    _check_arguments(strategy=strategy, dtype=dtype, max_context=max_context, device=device, say=say)
     chosen = get_strategy(strategy)
     place = open_device(device) if isinstance(device, str) else device
     checkpoint = _checkpoint(model_or_path, ckpt, base)
     config = _load_config(checkpoint.weights)
     is_live = isinstance(model_or_path, nn.Module)
     served = _live_dtype(model_or_path) if is_live else _dtype(dtype, config, checkpoint.weights)
+    stamps = {path: stamp_of(path.stat()) for path in shard_paths(checkpoint.weights)}
     store = _open_store(checkpoint, config, served)
     try:
         model = model_or_path if is_live else _load_dense(checkpoint, config, served).to(place.torch_device)
@@ -227,13 +235,30 @@ def attach(
             adapter_bytes=store.adapter_bytes,
             has_prefetch=prefetch,
         )
-        # from here on nothing is refused: a live model now gives up its expert weights
+        store.check_unchanged(
+            stamps
+        )  # the dense weights were read by path, the experts are read by descriptor
         watch = _guard(store, plan, say) if guard and prefetch else None
         scheduler = _hand_over(model, experts, store, plan, found, place, watch, policy, poison)
     except BaseException:
         store.close()
         raise
     return Runtime(model, scheduler, plan, status, checkpoint.tokenizer)
+
+
+def _check_arguments(**given: Any) -> None:
+    """Types that would fail later, somewhere else. CoopError names the argument."""
+    is_device = isinstance(given["device"], str) or hasattr(given["device"], "torch_device")
+    fits = {
+        "strategy": isinstance(given["strategy"], str),
+        "dtype": isinstance(given["dtype"], str | torch.dtype),
+        "max_context": type(given["max_context"]) is int,
+        "device": is_device,
+        "say": callable(given["say"]),
+    }
+    for name, does_fit in fits.items():
+        if not does_fit:
+            raise CoopError(f"attach: {name}={given[name]!r} is of a type that it cannot be")
 
 
 def _guard(store: ExpertStore, plan: Plan, say: Callable[[str], None]) -> PressureGuard:
@@ -267,9 +292,7 @@ def _hand_over(
     policy: PriorityPolicy | None,
     poison: bool,
 ) -> Scheduler:
-    """Drop the stacks, start the scheduler, and point the model at it."""
-    for entry in experts:
-        make_absent(entry)
+    """Start the scheduler, drop the stacks, and point the model at it: what is refused leaves the model as it was."""
     forecast = Forecast.of(store.geometry, plan.strategy)
     scheduler = Scheduler(
         experts,
@@ -288,6 +311,9 @@ def _hand_over(
         policy=policy,
         poison=poison,
     )
+    for entry in experts:
+        make_absent(entry)
+    model.requires_grad_(False)
     register()
     model.set_experts_implementation(IMPLEMENTATION)
     serve(experts, scheduler)
@@ -361,7 +387,9 @@ def _live_dtype(model: nn.Module) -> torch.dtype:
         for name in entry.parameters:
             weight = entry.module._parameters[name]
             if weight is None:
-                raise CheckpointError(f"{entry.name}: this model is attached already; close that first")
+                raise CheckpointError(
+                    f"{entry.name} has no weights: this model is or was attached; load it again"
+                )
             kind = type(weight)
             if kind is not nn.Parameter or weight.dtype not in DTYPES.values():
                 raise CheckpointError(

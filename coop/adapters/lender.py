@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class Lender:
         self._experts, self._scheduler = experts, scheduler
         self._loans: list[_Loan] = []  # one, or none: experts of a model run one at a time
         self._handles = []
+        self._owner = get_ident()
         for expert in experts:
             expert.install(expert.absent)
             hooks = (partial(self._borrow, expert), partial(self._give_back, expert))
@@ -94,6 +96,10 @@ class Lender:
 
     def settle(self) -> None:
         """Take back what an interrupted call left in a module (an interrupt skips even `always_call` hooks)."""
+        here = get_ident()
+        if self._loans and self._owner != here:
+            raise CoopError("this model is running in another thread: one at a time")
+        self._owner = here
         while self._loans:
             self._return(self._loans.pop())
 

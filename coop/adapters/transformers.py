@@ -169,6 +169,7 @@ def serve(experts: list[ExpertsModule], scheduler: Scheduler) -> None:
     """Point every experts module at `scheduler`; the attribute does not enter the state dict."""
     for entry in experts:
         entry.module.__dict__["coop_served_by"] = (scheduler, entry.layer)
+        entry.module.register_state_dict_pre_hook(_refuse_state)
 
 
 def register() -> None:
@@ -184,6 +185,13 @@ def make_absent(experts: ExpertsModule) -> None:
         experts.module._parameters[name] = None
     # nothing is left here for transformers to initialise
     _plain(experts.module)._is_hf_initialized = True
+
+
+def _refuse_state(module: nn.Module, *_: Any) -> None:
+    raise CoopError(
+        "this model's experts are served from its checkpoint and are not in it: saving it would lose them; "
+        "copy the checkpoint's folder, or load the model without coop"
+    )
 
 
 def model_class(config: Any) -> type[nn.Module]:
@@ -237,6 +245,9 @@ def load_without_experts(folder: Path, config: Any, dtype: torch.dtype) -> nn.Mo
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise CheckpointError(f"{folder}: transformers cannot load it: {reason[:200]}") from exc
     _refuse_gaps(folder, model, report)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()  # off the mapped file: one that shrinks would kill the process
     return model.eval()
 
 

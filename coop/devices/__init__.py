@@ -115,4 +115,7 @@ def open_device(name: str) -> Device:
         return MpsDevice()
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     here += ["mps"] if torch.backends.mps.is_available() else []
-    raise CoopError(f"device {name[:40]!r} is none of those here: {', '.join(here)}")
+    raise CoopError(
+        f"device {name[:40]!r} is none of those that torch {torch.__version__} finds here: {', '.join(here)}; "
+        "a GPU needs its driver and a torch build for it"
+    )

@@ -71,6 +71,6 @@ def test_a_model_that_is_attached_already_is_refused(tmp_path: Path) -> None:
     model = build_family(tmp_path, "mixtral")
     with (
         coop.attach(model, tmp_path, budget="50%"),
-        pytest.raises(CheckpointError, match="attached already"),
+        pytest.raises(CheckpointError, match="is or was attached"),
     ):
         coop.attach(model, tmp_path, budget="50%")

@@ -176,7 +176,8 @@ def test_auto_is_what_is_free_less_everything_that_is_still_to_come() -> None:
     assert plan.total_bytes == taken + int(room * 0.7)
     assert (
         "auto: 568.5 MiB free - 100.0 MiB KV cache - 512.0 KiB ring - 9.0 MiB staging - 3.0 MiB adapter "
-        "- 256.0 MiB margin, of which Balanced takes up to 70%" in plan.render()
+        "- 256.0 MiB margin = 200.0 MiB, of which Balanced takes up to 70%, and no more than all experts: "
+        "140.0 MiB" in plan.render()
     )
     assert "auto:" not in plan_for("50%").render()
 

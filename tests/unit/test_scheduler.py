@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ import coop
 from coop.adapters.transformers import find_experts
 from coop.calendar import Calendar
 from coop.dataflow import Flow
-from coop.errors import BudgetError, ClosedError, PrefetchError, RoutingError, StoreError
+from coop.errors import BudgetError, ClosedError, CoopError, PrefetchError, RoutingError, StoreError
 from coop.forecast import Forecast
 from coop.ids import ExpertId
 from coop.policy import unit_priority
@@ -423,6 +424,89 @@ def test_an_interrupt_between_reserving_and_loading_leaves_nothing_behind(tmp_pa
         prefetcher.demand = real  # type: ignore[method-assign]
         assert runtime.scheduler.residency.leased() == 0
         assert torch.equal(expected, runtime.model(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("place", ["reserve", "_evict", "_take_slot", "release", "publish"])
+def test_ctrl_c_at_any_moment_of_a_call_leaves_the_books_straight(place: str, tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="30%", prefetch=False) as runtime:
+        expected = runtime.model(input_ids=IDS).logits
+        residency: Any = runtime.scheduler.residency
+        real, calls = getattr(residency, place), iter(range(100_000))
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 3:
+                signal.raise_signal(signal.SIGINT)  # delivered to the main thread, which runs the call
+            return real(*args, **kwargs)
+
+        setattr(residency, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.model(input_ids=IDS)
+        setattr(residency, place, real)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert runtime.scheduler.wait_idle(10)
+        assert residency.leased() == 0
+        assert torch.equal(expected, runtime.model(input_ids=IDS).logits)
+
+
+def test_ctrl_c_ends_a_call_that_waits_for_the_disk(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="30%", prefetch=False) as runtime:
+        release, real = threading.Event(), runtime.scheduler._store.load
+
+        def hangs(expert: ExpertId, slot: Any, window: Any = None) -> int:
+            signal.raise_signal(signal.SIGINT)
+            assert release.wait(30)
+            return real(expert, slot, window)
+
+        runtime.scheduler._store.load = hangs  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            runtime.model(input_ids=IDS)
+        release.set()
+        assert runtime.scheduler.wait_idle(10)
+        assert runtime.scheduler.residency.leased() == 0
+
+
+def test_a_gradient_is_refused_and_so_is_saving_what_lacks_its_experts(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="30%") as runtime:
+        embedded = torch.randn(1, 5, 32, requires_grad=True)
+        with pytest.raises(CoopError, match="inference only"):
+            runtime.model(inputs_embeds=embedded)
+        with torch.no_grad():
+            assert runtime.model(inputs_embeds=embedded).logits.isfinite().all()
+        with pytest.raises(CoopError, match="saving it would lose them"):
+            runtime.model.save_pretrained(tmp_path / "copy")
+
+
+def test_what_is_refused_leaves_a_live_model_as_it_was(tmp_path: Path) -> None:
+    model = build_family(tmp_path, "mixtral")
+
+    class Bad:
+        def adjust(self, layer: int, likelihood: Any) -> Any:
+            return likelihood[:1]
+
+    with pytest.raises(CoopError, match="priority policy"):
+        coop.attach(model, tmp_path, budget="30%", policy=Bad())
+    assert model(input_ids=IDS).logits.isfinite().all()
+    coop.attach(model, tmp_path, budget="30%").close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"strategy": []},
+        {"dtype": 3},
+        {"max_context": "8"},
+        {"max_context": True},
+        {"device": None},
+        {"say": 3},
+    ],
+    ids=str,
+)
+def test_an_argument_of_the_wrong_type_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CoopError, match=f"attach: {next(iter(wrong))}="):
+        coop.attach(tmp_path, **wrong)
 
 
 def test_closing_ends_a_call_that_waits_in_another_thread(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from transformers import AutoConfig
 
 import coop
+from coop.adapters import attach
 from coop.checkpoint import open_checkpoint
-from coop.errors import CheckpointError, CoopError, LayoutError, StoreError
+from coop.errors import CheckpointError, ClosedError, CoopError, LayoutError, StoreError
 from coop.ids import ExpertId
 from coop.layout import resolve_layout
 from coop.shards import read_checkpoint_tensors, read_header
@@ -352,3 +354,50 @@ def test_a_profile_flag_or_strategy_that_does_not_exist_is_refused(tmp_path: Pat
         coop.attach(tmp_path, strategy="speedfirst")
     with pytest.raises(CoopError, match="dtype 'int4' is none of"):
         coop.attach(tmp_path, dtype="int4")
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(50_000))
+    file, real = DirectFile(path), os.preadv
+
+    def torn(*args: Any) -> int:
+        count = real(*args)
+        with path.open("r+b") as other:
+            other.write(b"x" * 10)
+            os.utime(path, ns=(1, 1))
+        return count
+
+    monkeypatch.setattr(os, "preadv", torn)
+    with pytest.raises(StoreError, match="changed since start"):
+        file.read(0, 100, "x")
+    file.close()
+    with pytest.raises(ClosedError):
+        file.read(0, 100, "x")
+
+
+def test_a_shard_replaced_while_the_model_is_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_family(tmp_path, "mixtral")
+    load = attach._load_dense
+
+    def replaced(*args: Any) -> Any:
+        shutil.copy(tmp_path / "model.safetensors", tmp_path / "new")
+        os.replace(tmp_path / "new", tmp_path / "model.safetensors")
+        return load(*args)
+
+    monkeypatch.setattr(attach, "_load_dense", replaced)
+    with pytest.raises(StoreError, match="changed while it was being opened"):
+        coop.attach(tmp_path, budget="50%")
+
+
+def test_dense_weights_outlive_a_shard_that_shrinks(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with coop.attach(tmp_path, budget="100%") as runtime:
+        os.truncate(tmp_path / "model.safetensors", 100)
+        assert all(parameter.isfinite().all() for parameter in runtime.model.parameters())
+        with pytest.raises(StoreError, match="changed since start"):
+            runtime.model(input_ids=torch.arange(3, 40)[None])

@@ -1,0 +1,50 @@
+"""Interrupts: Ctrl-C waits until the books are straight.
+
+Owns the SIGINT handler for the length of a layer call; promises that KeyboardInterrupt is raised before the
+call, in one of its waits, or after it, and never between two lines that belong together. Called by the scheduler.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+from types import FrameType
+
+
+class Interrupts:
+    """At most one block at a time is the outer one; only the main thread receives signals."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, FrameType | None]] = []
+        self._is_held = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep Ctrl-C for the end of the block, or for `check` inside it."""
+        previous = signal.getsignal(signal.SIGINT)
+        is_main = current_thread() is main_thread()
+        if not is_main or self._is_held or not callable(previous):
+            yield
+            return
+        signal.signal(signal.SIGINT, self._keep)
+        self._is_held = True
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+            self._is_held = False
+            if self._pending:
+                number, frame = self._pending[0]
+                self._pending.clear()
+                previous(number, frame)
+
+    def check(self) -> None:
+        """Raise what was kept, where nothing is half done; only the thread that was interrupted does."""
+        if self._pending and current_thread() is main_thread():
+            self._pending.clear()
+            raise KeyboardInterrupt
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        self._pending.append((number, frame))
