@@ -140,15 +140,7 @@ class Scheduler:
         # those that load and as many that wait for their turn to compute
         self._streams = 2 * loader_threads or UNLIMITED
         self.staging = Staging(store.window_bytes, loader_threads)
-        self._prefetcher = Prefetcher(
-            store,
-            self.residency,
-            self.staging,
-            demand_threads=loader_threads,
-            guess_threads=guess_threads if has_prefetch else 0,
-            on_load=self._record_load,
-            is_pressed=guard.poll if guard is not None else lambda: False,
-        )
+        self._prefetcher = self._new_prefetcher(loader_threads, guess_threads if has_prefetch else 0)
         self._put_in_force(strategy)
         if profile is not None:
             self._seed(profile)
@@ -165,6 +157,17 @@ class Scheduler:
             strategy=get_strategy("Balanced"),
             ring_bytes=2**16,
             loader_threads=0,
+        )
+
+    def _new_prefetcher(self, loader_threads: int, guess_threads: int) -> Prefetcher:
+        return Prefetcher(
+            self._store,
+            self.residency,
+            self.staging,
+            demand_threads=loader_threads,
+            guess_threads=guess_threads,
+            on_load=self._record_load,
+            is_pressed=self.guard.poll if self.guard is not None else lambda: False,
         )
 
     # what a user may turn while it runs
