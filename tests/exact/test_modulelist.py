@@ -6,7 +6,6 @@ Owns three small models (a vision MoE, a detector's block, and variants that mus
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -621,32 +620,3 @@ def test_routes_that_are_no_experts_are_refused_when_they_come(vision: Any) -> N
     refused = pytest.raises(CoopError, match=r"not scores \[\.\.\., 6\]: pass routes=")
     with coop.attach_modulelist(model, path, **{**VISION, "router": "blocks.*"}), refused:
         outputs(model)
-
-
-def test_a_second_thread_is_refused_while_an_expert_runs_and_the_first_keeps_its_bits(vision: Any) -> None:
-    model, path, expected = vision
-    inside, leave = threading.Event(), threading.Event()
-    refused: list[BaseException] = []
-    with coop.attach_modulelist(model, path, experts="blocks.*.experts", budget="50%"):
-        expert = model.blocks[0].experts[0]
-
-        def stop(*_: Any) -> None:
-            inside.set()
-            assert leave.wait(30)
-
-        handles = [e.register_forward_pre_hook(stop) for e in model.blocks[0].experts]
-        found: list[list[torch.Tensor]] = []
-        first = threading.Thread(target=lambda: found.append(outputs(model)))
-        first.start()
-        assert inside.wait(30)
-        try:
-            with torch.no_grad():
-                expert(torch.zeros(1, 1))
-        except CoopError as exc:
-            refused.append(exc)
-        leave.set()
-        first.join(60)
-        for handle in handles:
-            handle.remove()
-    assert "another thread" in str(refused[0])
-    assert_same_bits(expected, found[0])
