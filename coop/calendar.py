@@ -65,11 +65,6 @@ class Calendar:
         if np.isfinite(milliseconds) and milliseconds > 0:
             self._compute[layer][_bucket(rows)].add(milliseconds)
 
-    def seed_load(self, nbytes: int, seconds: float) -> None:
-        """Take the topology's measurement of one read as a first measurement."""
-        if nbytes and seconds > 0:
-            self._load_ms_per_byte.add(seconds * 1e3 / nbytes)
-
     def compute_ms(self, layer: int, rows: int) -> float:
         """Expected time of one expert with `rows` rows, 0 where never measured."""
         return self._compute[layer][_bucket(rows)].value

@@ -133,11 +133,11 @@ class Demand:
 
     def take_arrived(self) -> list[ExpertId]:
         """Experts whose weights are there, each told once."""
-        for expert in [e for e in self._coming if (self._residency.held(e)) is not None]:
+        for expert in list(self._coming):
             lease = self._residency.held(expert)
-            assert lease is not None
-            del self._coming[expert]
-            self._arrive(lease)
+            if lease is not None:
+                del self._coming[expert]
+                self._arrive(lease)
         arrived, self._arrived = self._arrived, []
         return arrived
 
