@@ -7,7 +7,7 @@ place by the nn.ModuleList adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class AbsentWeight(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func == _DEVICE:
             return torch.device("cpu")
-        marker = next(_markers((args, kwargs)))
+        marker = next(t for t in tensors_in((args, kwargs)) if isinstance(t, AbsentWeight))
         if marker.coop_is_closed:
             raise ClosedError(
                 f"{marker.coop_name} is gone: the runtime that served it was closed, and the model kept none of its "
@@ -68,12 +68,12 @@ class AbsentWeight(torch.Tensor):
         return f"AbsentWeight({self.coop_name!r}, {tuple(self.shape)}, {self.dtype})"
 
 
-def _markers(value: Any) -> Iterator[AbsentWeight]:
-    """Every marker in nested arguments."""
-    if isinstance(value, AbsentWeight):
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested results."""
+    if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        yield from _markers(list(value.values()))
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _markers(item)
+            yield from tensors_in(item)

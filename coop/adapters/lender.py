@@ -7,7 +7,7 @@ and that an expert which would change or keep its weights is refused. Made by `a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from coop.adapters.absent import AbsentWeight
+from coop.adapters.absent import AbsentWeight, tensors_in
 from coop.errors import CoopError
 from coop.ids import ExpertId
 from coop.scheduler import Scheduler
@@ -139,7 +139,7 @@ class Lender:
                 f"{expert.name} changes its own weights or buffers while it runs: coop serves what stays as it is"
             )
         slot = {_address(weight) for weight in loan.weights.values()}
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if tensor.requires_grad:
                 raise CoopError(
                     f"{expert.name} gives a result that needs gradients: coop serves inference only, call the "
@@ -178,14 +178,3 @@ def _version(weights: Mapping[str, torch.Tensor]) -> int:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested results."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
