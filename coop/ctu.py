@@ -6,7 +6,7 @@ and run by the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coop.ids import ExpertId
@@ -37,7 +37,8 @@ class CTU:
         return self.stop - self.start
 
 
-def slices(rows: int) -> Iterator[tuple[int, int]]:
+def slices(rows: int) -> Sequence[tuple[int, int]]:
     """Ranges of at most SLICE_ROWS rows. The rule knows nothing but the row count, so bits depend on nothing else."""
-    for start in range(0, rows, SLICE_ROWS):
-        yield start, min(start + SLICE_ROWS, rows)
+    if rows <= SLICE_ROWS:
+        return ((0, rows),)
+    return [(start, min(start + SLICE_ROWS, rows)) for start in range(0, rows, SLICE_ROWS)]

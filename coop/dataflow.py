@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from coop import kernels
 from coop.ctu import CTU, DECODE_ROWS, slices
 from coop.errors import RoutingError
 from coop.ids import ExpertId
@@ -49,19 +51,31 @@ class Flow:
     ) -> None:
         top_k = expert_ids.shape[1]
         flat = expert_ids.reshape(-1)
-        _check_routes(layer, flat, num_experts)
-        order = np.argsort(flat, kind="stable")
-        counts = np.bincount(flat, minlength=num_experts)
+        order = flat.argsort(kind="stable")
+        _check_routes(layer, int(flat[order[0]]), int(flat[order[-1]]), num_experts)
+        counts = np.bincount(flat).tolist()
         self.units = _units(layer, counts, hidden.shape[1])
-        self.is_compact = flat.size <= COMPACT_ROWS and int(counts.max()) <= DECODE_ROWS
-        self._hidden, self._ring, self._launch = hidden, ring, launch
-        index = torch.from_numpy(order).to(hidden.device)
-        self._token = index // top_k  # [rows], which token each gathered row is
-        self._weight = weights.reshape(-1)[index].unsqueeze(1)  # [rows, 1]
-        self._sum = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        self.is_compact = flat.size <= COMPACT_ROWS and max(counts) <= DECODE_ROWS
+        self.hidden = hidden
+        self.tokens = order // top_k  # int64 [rows], which token each gathered row is
+        self._order, self._weights = order, weights
+        self._ring, self._launch = ring, launch
         self._unsummed = deque(self.units)
         self._done: dict[int, tuple[Segment, torch.Tensor]] = {}  # by unit index: computed, not summed
         self._whole = ring.push(flat.size, hidden.shape[1], hidden.dtype) if self.is_compact else None
+
+    @cached_property
+    def _token(self) -> torch.Tensor:
+        return torch.from_numpy(self.tokens).to(self.hidden.device)
+
+    @cached_property
+    def _weight(self) -> torch.Tensor:  # [rows, 1]
+        order = torch.from_numpy(self._order).to(self.hidden.device)
+        return self._weights.reshape(-1)[order].unsqueeze(1)
+
+    @cached_property
+    def _sum(self) -> torch.Tensor:
+        return torch.zeros(self.hidden.shape, dtype=torch.float32, device=self.hidden.device)
 
     @property
     def head(self) -> CTU:
@@ -70,15 +84,19 @@ class Flow:
 
     def rows(self, unit: CTU) -> torch.Tensor:
         """The unit's inputs, [rows, hidden]."""
-        if self._hidden.shape[0] == 1 and unit.rows == 1:
-            return self._hidden
-        return self._hidden.index_select(0, self._token[unit.start : unit.stop])
+        return self.hidden.index_select(0, self._token[unit.start : unit.stop])
+
+    @property
+    def outputs(self) -> torch.Tensor:
+        """Memory for all outputs of a compact call, [rows, hidden]."""
+        assert self._whole is not None
+        return self._whole[1]
 
     def output(self, unit: CTU) -> torch.Tensor:
-        """Memory for the unit's outputs, [rows, hidden], held until they are summed."""
+        """Memory for the outputs of one unit, [rows, hidden], held until they are summed."""
         if self._whole is not None:
             return self._whole[1][unit.start : unit.stop]
-        segment, memory = self._ring.push(unit.rows, unit.width, self._hidden.dtype)
+        segment, memory = self._ring.push(unit.rows, unit.width, self.hidden.dtype)
         self._done[unit.index] = (segment, memory)
         return memory
 
@@ -92,10 +110,12 @@ class Flow:
 
     def result(self, synchronize: Callable[[], None] = lambda: None) -> torch.Tensor:
         """[tokens, hidden] in the dtype of the input, once every unit was added."""
-        if self._whole is not None:
+        if self._whole is not None and not self._has_kernel:
             self._add_whole(self._whole[1])
         synchronize()
-        return self._sum.to(self._hidden.dtype)
+        if self._whole is not None and self._has_kernel:
+            return self._combined(self._whole[1])
+        return self._sum.to(self.hidden.dtype)
 
     def close(self) -> None:
         """Give back what a failed call left in the ring, and the segment of a compact one."""
@@ -106,8 +126,23 @@ class Flow:
             self._ring.pop(segment)
         self._done.clear()
 
+    @cached_property
+    def _has_kernel(self) -> bool:
+        library, _ = kernels.load()
+        weights = self._weights
+        is_plain = self.hidden.dtype == weights.dtype and weights.is_contiguous()
+        return library is not None and is_plain and kernels.takes(self.hidden)
+
+    def _combined(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The sum in one pass of a kernel, with the bits of `_add_whole`."""
+        library, _ = kernels.load()
+        assert library is not None
+        result = torch.empty(self.hidden.shape, dtype=self.hidden.dtype)
+        library.combine(outputs, self._weights, self._order, self.tokens, result)
+        return result
+
     def _add_whole(self, outputs: torch.Tensor) -> None:
-        if self._hidden.device.type == "cpu":  # rows are added one after another, in order
+        if self.hidden.device.type == "cpu":  # rows are added one after another, in order
             self._add(0, outputs.shape[0], outputs)
             return
         for unit in self.units:  # elsewhere one call adds rows in any order: a token must be in it once
@@ -118,20 +153,20 @@ class Flow:
         self._launch(lambda: total.index_add_(0, token, (outputs * weight).float()))
 
 
-def _check_routes(layer: int, flat: np.ndarray, num_experts: int) -> None:
-    if flat.size and (flat.min() < 0 or flat.max() >= num_experts):
-        bad = int(flat.min() if flat.min() < 0 else flat.max())
+def _check_routes(layer: int, lowest: int, highest: int, num_experts: int) -> None:
+    if lowest < 0 or highest >= num_experts:
+        bad = lowest if lowest < 0 else highest
         raise RoutingError(f"layer {layer}: the router chose expert {bad} of {num_experts}")
 
 
-def _units(layer: int, counts: np.ndarray, width: int) -> tuple[CTU, ...]:
+def _units(layer: int, counts: list[int], width: int) -> tuple[CTU, ...]:
     """Units by expert ascending, long ones sliced; `index` is their place in the sum."""
-    starts = np.cumsum(counts) - counts
     units: list[CTU] = []
-    for expert in np.flatnonzero(counts).tolist():
-        first, rows = int(starts[expert]), int(counts[expert])
-        units += [
-            CTU(ExpertId(layer, expert), first + start, first + stop, width, len(units) + i)
-            for i, (start, stop) in enumerate(slices(rows))
-        ]
+    first = 0
+    for expert, rows in enumerate(counts):
+        if rows:
+            identity = ExpertId(layer, expert)
+            for start, stop in slices(rows):
+                units.append(CTU(identity, first + start, first + stop, width, len(units)))
+            first += rows
     return tuple(units)

@@ -23,12 +23,14 @@ class Interrupts:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep Ctrl-C for the end of the block, or for `check` inside it."""
-        previous = signal.getsignal(signal.SIGINT)
-        is_main = current_thread() is main_thread()
-        if not is_main or self._is_held or not callable(previous):
+        if self._is_held or current_thread() is not main_thread():
             yield
             return
-        signal.signal(signal.SIGINT, self._keep)
+        previous = signal.signal(signal.SIGINT, self._keep)
+        if not callable(previous):
+            signal.signal(signal.SIGINT, previous)
+            yield
+            return
         self._is_held = True
         try:
             yield

@@ -23,7 +23,7 @@ from coop.store import LayerGeometry, Slot
 ABSENT, LOADING, RESIDENT = 0, 1, 2  # where an expert is; plain numbers, because they are compared all day
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made eight times for each layer and token: freezing it would cost more than the rest
 class Lease:
     """The right to read one expert's slot until it is released; `generation` is the slot's when it was leased."""
 
@@ -32,12 +32,17 @@ class Lease:
     generation: int
 
     @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The expert's weights; a slot that has changed hands since is a fault of ours, never served."""
+    def memory(self) -> Slot:
+        """The slot, for reading; one that has changed hands since is a fault of ours, never served."""
         assert self.slot.generation == self.generation, (
             f"{self.expert}: the slot was given away under its lease"
         )
-        return self.slot.weights
+        return self.slot
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The expert's weights."""
+        return self.memory.weights
 
 
 @dataclass(slots=True)

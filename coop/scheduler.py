@@ -211,7 +211,7 @@ class Scheduler:
         if hidden.requires_grad and torch.is_grad_enabled():
             raise CoopError("coop serves inference only, no gradient comes back: use torch.no_grad()")
         with torch.no_grad(), self._call_lock, self._interrupts.held():
-            self._check_open()
+            self._check_waiting()
             if hidden.shape[0] == 0:
                 return torch.empty_like(hidden)
             self._begin_call(layer, hidden.shape[0])
@@ -379,9 +379,11 @@ class Scheduler:
         if not self._has_prefetch or self.strategy.prefetch_experts == 0:
             return
         following = (layer + 1) % len(self.geometry)
+        absent = self.residency.absent(following)
+        if not absent.any():
+            return
         is_streaming = self.is_prefill and following > 0
         count = self._guesses(layer, following, experts, rows, is_streaming)
-        absent = self.residency.absent(following)
         ranked = [int(e) for e in self.forecast.rank(following) if absent[e]]
         inside = self.geometry[following].num_experts
         guesses = [ExpertId(following, e) for e in ranked if e < inside][:count]
@@ -428,17 +430,27 @@ class Scheduler:
         began = time.perf_counter()
         module = self._experts[batch[0].expert.layer].module
         leases = [demand.lease(unit.expert) for unit in batch]
-        weights = [lease.weights for lease in leases]
-        rows = [flow.rows(unit) for unit in batch]
-        outs = [flow.output(unit) for unit in batch]
-        if batch[0].rows <= DECODE_ROWS:
-            self._launch_reading(leases, lambda: run_decode(module, weights, rows, outs))
+        slots = [lease.memory for lease in leases]
+        if flow.is_compact:
+            spans = [edge for unit in batch for edge in (unit.start, unit.stop)]
+            outs = flow.outputs
+            self._launch_reading(
+                leases, lambda: run_decode(module, slots, spans, flow.hidden, flow.tokens, outs)
+            )
         else:
-            self._launch_reading(leases, lambda: run_prefill(module, weights[0], rows[0], outs[0]))
+            unit, out = batch[0], flow.output(batch[0])
+            tokens = flow.tokens[unit.start : unit.stop]
+            if unit.rows <= DECODE_ROWS:
+                self._launch_reading(
+                    leases, lambda: run_decode(module, slots, (0, unit.rows), flow.hidden, tokens, out)
+                )
+            else:
+                rows = flow.rows(unit)
+                self._launch_reading(leases, lambda: run_prefill(module, slots[0].weights, rows, out))
         seconds = (time.perf_counter() - began) / len(batch)
+        if self._device.memory is Memory.HOST:  # elsewhere this was the time to launch
+            self.calendar.record_compute(batch[0].expert.layer, batch[0].rows, seconds)
         for unit in batch:
-            if self._device.memory is Memory.HOST:  # elsewhere this was the time to launch
-                self.calendar.record_compute(unit.expert.layer, unit.rows, seconds)
             flow.add(unit)
 
     def _launch_reading(self, leases: Sequence[Lease], work: Any) -> None:
@@ -538,7 +550,10 @@ class Scheduler:
         weights = lease.weights
         began = time.perf_counter()
         if rows.shape[0] <= DECODE_ROWS:
-            self._launch_reading([lease], lambda: run_decode(module, [weights], [rows], [out]))
+            tokens = np.arange(len(rows))
+            self._launch_reading(
+                [lease], lambda: run_decode(module, [lease.memory], (0, len(rows)), rows, tokens, out)
+            )
         else:
             self._launch_reading([lease], lambda: run_prefill(module, weights, rows, out))
         self._device.synchronize()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -48,15 +48,17 @@ class Slot:
     """Memory for one expert: `buffer` uint8 [slot_bytes], `weights` views into it by parameter name.
 
     `generation` counts how often the slot was given up. `last_read` is behind every kernel that read the slot
-    on a device, set before the expert is released: the next bytes are not written before it is done.
+    on a device, set before the expert is released: the next bytes are not written before it is done. `jobs` is
+    what execution derives from where the weights lie, None until then.
     """
 
-    __slots__ = ("buffer", "generation", "last_read", "nbytes", "weights")
+    __slots__ = ("buffer", "generation", "jobs", "last_read", "nbytes", "weights")
 
     def __init__(self, buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         self.buffer, self.weights, self.nbytes = buffer, weights, buffer.numel()
         self.generation = 0
         self.last_read: Fence | None = None
+        self.jobs: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,7 @@ class ModuleStore:
         """Point the slot at the expert's rows of each stack."""
         stacks = self._stacks(self._experts[expert.layer])
         slot.weights = {name: stack.detach()[expert.expert] for name, stack in stacks.items()}
+        slot.jobs = None
         return 0
 
     def disk_order(self, expert: ExpertId) -> tuple[str, int]:

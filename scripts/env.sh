@@ -1,7 +1,7 @@
 # Sourced by the other scripts: a virtual environment in .venv with coop and its tools, made once.
 #
 # Uses $PYTHON (default python3) to make it; sets PATH so that `python` is the environment's. Installs again
-# only when pyproject.toml, the constraints or the Python change. pip's own settings are respected.
+# only when pyproject.toml, the constraints, the kernels' sources or the Python change. pip's own settings are respected.
 
 coop_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$coop_root"
@@ -28,7 +28,7 @@ coop_env() {
     if [ ! -x .venv/bin/python ]; then
         coop_make_env || return
     fi
-    want="$(cat pyproject.toml constraints-ci.txt | cksum) $(.venv/bin/python --version) $coop_root"
+    want="$(cat pyproject.toml constraints-ci.txt coop/kernels/*.cpp coop/kernels/*.inc | cksum) $(.venv/bin/python --version) $coop_root"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
         echo "installing coop and its tools into .venv (downloads the first time)" >&2
         .venv/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coop.adapters.dense import quicken
 from coop.adapters.lora import merge_dense_adapter, read_expert_lora
 from coop.adapters.transformers import (
     IMPLEMENTATION,
@@ -317,6 +318,7 @@ def _hand_over(
     register()
     model.set_experts_implementation(IMPLEMENTATION)
     serve(experts, scheduler)
+    quicken(model)
     return scheduler
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import coop
 from tests.families import FAMILIES, build_family
@@ -46,21 +47,41 @@ def assert_same_bits(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, 
         assert torch.equal(a, b), f"{what}: step {step} differs by {(a - b).abs().max()}"
 
 
+def float64_logits(folder: Path) -> torch.Tensor:
+    """What the prompt's logits would be without rounding, [1, tokens, vocabulary]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    ids, mask = prompts(1, PROMPT_TOKENS)
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits
+
+
+def assert_as_close_to_float64(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """Token by token, coop's logits are no further from the unrounded ones than plain transformers' are.
+
+    The largest distance says nothing: a rounding can flip a router's choice, and what follows is another model's.
+    """
+    roundings = torch.finfo(plain.dtype).eps * float(exact.abs().max())
+    for share in (0.5, 0.9):
+        distance, allowed = (
+            float((logits - exact).abs().amax(-1).quantile(share)) / roundings for logits in (ours, plain)
+        )
+        assert distance <= 1.25 * allowed + 1, (
+            f"at {share:.0%} of tokens: {distance:.1f}, plain {allowed:.1f}"
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_have_the_same_bits_at_every_budget_with_and_without_prefetch(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     reference = build_family(tmp_path, family, dtype)
-    plain = all_logits(reference, 1, PROMPT_TOKENS, NEW_TOKENS)
+    plain = all_logits(reference, 1, PROMPT_TOKENS, 1)
     with coop.attach(tmp_path, budget="100%") as runtime:
         smallest = runtime.plan.smallest_bytes
         resident = all_logits(runtime.model, 1, PROMPT_TOKENS, NEW_TOKENS)
-    # a few roundings at the scale of the logits, one for each sum on the way; only the prompt is compared,
-    # because a rounding may flip a greedy token after it
-    roundings = 16 if dtype == torch.float32 else 4
-    error, scale = (plain[0] - resident[0]).abs().max(), plain[0].abs().max()
-    assert error <= roundings * torch.finfo(dtype).eps * scale
+    assert_as_close_to_float64(resident[0], plain[0], float64_logits(tmp_path))
     for budget in (smallest, "25%", "50%"):
         for has_prefetch in (True, False):
             with coop.attach(tmp_path, budget=budget, prefetch=has_prefetch) as runtime:

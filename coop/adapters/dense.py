@@ -1,0 +1,135 @@
+"""The dense part of an attached model, sped up where a decode step is bound by reading its weights.
+
+Owns two module classes that take the place of plain ones, weights shared; promises that a module is replaced
+only where it computes what the plain one does (checked on numbers, not by name), and that calls of many rows, or
+with gradients, are the plain module's own. Called by attach; without compiled kernels nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from coop import kernels
+
+_CHECK_ROWS = 3
+_EPSILONS = ("variance_epsilon", "eps")
+
+
+class QuickLinear(nn.Linear):
+    """nn.Linear whose products of at most `kernels.MOST_ROWS` rows are read at the speed of memory."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        width = input.shape[-1]
+        rows = input.numel() // max(1, width)
+        job = self._job(input.dtype) if 0 < rows <= kernels.MOST_ROWS else None
+        if (
+            job is None
+            or input.device.type != "cpu"
+            or (torch.is_grad_enabled() and _needs_grad(self, input))
+        ):
+            return super().forward(input)
+        source = input.reshape(rows, width)
+        output = input.new_empty(rows, self.out_features)
+        job.bind(source if source.stride(1) == 1 else source.contiguous(), output)
+        _library().products(job, 1)
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def _job(self, dtype: torch.dtype) -> kernels.Job | None:
+        """What stays of the product between calls; made anew when the weight has moved."""
+        at = self.weight.data_ptr()
+        found: tuple[int, torch.dtype, kernels.Job | None] | None = self.__dict__.get("_coop_job")
+        if found is None or found[0] != at or found[1] != dtype:
+            is_plain = type(self.weight) is nn.Parameter
+            job = kernels.job_of(self.weight.detach(), dtype, bias=self.bias) if is_plain else None
+            found = self.__dict__["_coop_job"] = (at, dtype, job)
+        return found[2]
+
+
+class QuickNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon), rounded, times weight: one pass in place of six operations."""
+
+    weight: nn.Parameter
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., width] -> [..., width]."""
+        width = hidden_states.shape[-1]
+        rows = hidden_states.numel() // max(1, width)
+        is_quick = rows <= kernels.MOST_ROWS * 64 and hidden_states.dtype == self.weight.dtype
+        if not is_quick or (torch.is_grad_enabled() and _needs_grad(self, hidden_states)):
+            return self.__dict__["_coop_plain"].forward(self, hidden_states)
+        source = hidden_states.contiguous()
+        output = torch.empty_like(source)
+        _library().rms_norm(source, self.weight, output, rows, self.__dict__["_coop_epsilon"])
+        return output
+
+
+def quicken(model: nn.Module) -> int:
+    """Replace what is faster replaced, in place; returns how many modules were."""
+    library, _ = kernels.load()
+    if library is None:
+        return 0
+    replaced = 0
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = QuickLinear
+            replaced += 1
+        elif _is_rms_norm(module):
+            plain = type(module)
+            module.__dict__["_coop_plain"] = plain
+            module.__dict__["_coop_epsilon"] = _epsilon(module)
+            module.__class__ = type(plain.__name__, (QuickNorm, plain), {"__module__": plain.__module__})
+            replaced += 1
+    return replaced
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module is the root-mean-square norm that the kernel computes, by what it does to some numbers."""
+    weight = module._parameters.get("weight")
+    if (
+        len(module._parameters) != 1
+        or module._modules
+        or weight is None
+        or weight.ndim != 1
+        or weight.is_meta
+    ):
+        return False
+    if (
+        _epsilon(module) <= 0
+        or weight.dtype not in (torch.float32, torch.bfloat16)
+        or weight.device.type != "cpu"
+    ):
+        return False
+    library, _ = kernels.load()
+    assert library is not None
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(_CHECK_ROWS, weight.shape[0], generator=generator)).to(weight.dtype)
+    with torch.no_grad():
+        try:
+            expected = module(x)
+        except Exception:  # a module with another call is not a norm
+            return False
+    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
+        return False
+    got = torch.empty_like(x)
+    library.rms_norm(x, weight.detach(), got, _CHECK_ROWS, _epsilon(module))
+    roundings = 4 * torch.finfo(x.dtype).eps
+    return bool(torch.allclose(got, expected, rtol=roundings, atol=0))
+
+
+def _epsilon(module: Any) -> float:
+    found = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), 0.0)
+    return float(found) if isinstance(found, float) else 0.0
+
+
+def _needs_grad(module: nn.Module, hidden: torch.Tensor) -> bool:
+    return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
+
+
+def _library() -> kernels.Kernels:
+    library, why = kernels.load()
+    assert library is not None, why
+    return library
