@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from coop import kernels
 from coop.ctu import SLICE_ROWS
 from coop.devices import Memory
 from coop.errors import BudgetError
@@ -271,6 +272,8 @@ class Plan:
         if self.memory is Memory.DEVICE:
             text += f", copies to the device {_rate(self.topology.link)}"
         text += f", RAM {_rate(self.topology.ram)}"
+        if self.memory is Memory.HOST:
+            text += f"; decode with {kernels.describe()}"
         if disk.origin is Origin.NOT_MEASURED:
             return text
         return (

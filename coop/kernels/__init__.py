@@ -165,17 +165,23 @@ def load() -> tuple[Kernels | None, str]:
         return None, f"switched off by {SIMD_VARIABLE}"
     path = _library_path()
     if path is None:
-        return None, "not compiled: reinstall coop where gcc or clang is present"
+        return None, "not compiled; reinstall coop where gcc or clang is"
     address = parallel_region()
     if address is None:
-        return None, "torch's OpenMP runtime was not found"
+        return None, "unusable: torch's OpenMP runtime was not found"
     try:
         library = ctypes.CDLL(str(path))
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as exc:
-        return None, f"{path.name} cannot be loaded: {exc}"
+        return None, f"unusable: {path.name} cannot be loaded: {exc}"
     return start(library, address, int(bound) if bound.isdigit() else len(SIMD_NAMES) - 1), ""
+
+
+def describe() -> str:
+    """What computes a decode step here, for a person."""
+    found, why = load()
+    return f"compiled kernels ({found.simd})" if found is not None else f"torch, more slowly (kernels {why})"
 
 
 def start(library: Any, parallel_region: int, most_simd: int) -> Kernels:
