@@ -227,7 +227,8 @@ def _summary(options: Options, packer: Packer, manifest: Manifest) -> list[str]:
 
 def _verify(options: Options, report: dict[str, Any], lines: list[str]) -> int:
     from coop.pack_format import read_manifest
-    from coop.packing import differing, facts_of
+    from coop.pack_verify import differing
+    from coop.packing import facts_of
 
     manifest = read_manifest(options.folder)
     count = sum(layer.num_experts for layer in manifest.layers)

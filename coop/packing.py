@@ -13,20 +13,27 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coop.adapters.attach import load_config, load_dense, load_profile, open_store, served_dtype, weight_paths
+from coop.adapters.attach import (
+    load_config,
+    load_dense,
+    load_profile,
+    open_store,
+    quiet_loading,
+    served_dtype,
+    weight_paths,
+)
 from coop.adapters.transformers import ExpertsModule, build_on_meta, find_experts
 from coop.checkpoint import ADAPTER_WEIGHTS, Checkpoint, open_checkpoint
-from coop.errors import CheckpointError, CoopError, RequestError, StoreError
+from coop.errors import CheckpointError, CoopError, RequestError
 from coop.files import contained_file, read_json, write_atomic
-from coop.ids import ExpertId
 from coop.layout import Field
 from coop.pack_format import (
     BITS,
@@ -41,11 +48,11 @@ from coop.pack_format import (
     packed_fields,
     read_manifest,
 )
-from coop.pack_journal import Journal, WrittenExpert
+from coop.pack_image import Images
+from coop.pack_journal import Journal
 from coop.plan import format_bytes
 from coop.profile import Profile
-from coop.quantise import dequantise, quantise
-from coop.store import ExpertStore, Slot, bytes_of, field_views, host_memory
+from coop.store import ExpertStore, bytes_of
 
 SYNC_BYTES = 2**28  # an interrupted run does at most this much again
 SPARE_BYTES = 2**26  # for the small files, and so that the disk is not filled to the last block
@@ -185,7 +192,8 @@ class Packer:
 
     def _write_dense(self, folder: Path) -> dict[str, str]:
         """Dense weights, config, tokenizer and profile; the digests of the weight files."""
-        self.dense.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        with quiet_loading():
+            self.dense.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         write_atomic(folder / "config.json", _config_json(self.checkpoint.weights))
         (folder / "generation_config.json").unlink(missing_ok=True)
         _copy(self.checkpoint.weights, folder, ["generation_config.json"])
@@ -198,7 +206,8 @@ class Packer:
         digests = {}
         for path in sorted(folder.glob("*.safetensors")):
             if path.name.startswith("model"):
-                digests[path.name] = _file_sha256(path)
+                path.chmod((folder / "config.json").stat().st_mode)  # the library makes it private
+                digests[path.name] = file_sha256(path)
         for path in folder.iterdir():
             _fsync(path)
         return digests
@@ -208,22 +217,27 @@ class Packer:
             self._create_files(journal.folder, target)
             self._keep_only_what_is_there(journal, target, advance)
             self.num_resumed = len(journal.written.experts)
+            left = [p for p in target.experts if (p.layer, p.expert) not in journal.written.experts]
             unsynced = 0
-            for place in target.experts:
-                if (place.layer, place.expert) in journal.written.experts:
-                    continue
-                journal.note_expert(place.layer, place.expert, self._write_expert(place, target))
-                unsynced += place.nbytes
-                advance(place.nbytes)
-                if unsynced >= SYNC_BYTES:
-                    journal.sync(self._flush)
-                    unsynced = 0
+            with closing(self._images(target).made(left)) as images:
+                for place, image in images:
+                    _write_at(self._open_files[place.file], bytes_of(image.memory), place.offset)
+                    journal.note_expert(place.layer, place.expert, image.written)
+                    unsynced += place.nbytes
+                    advance(place.nbytes)
+                    if unsynced >= SYNC_BYTES:
+                        journal.sync(self._flush)
+                        unsynced = 0
         except KeyboardInterrupt:
             journal.sync(self._flush)
             raise
         finally:
             self._close_files()
         journal.sync(lambda: None)
+
+    def _images(self, target: _Target) -> Images:
+        is_transposed = [bool(entry.module.is_transposed) for entry in self.modules]
+        return Images(self.store, target.slots, is_transposed, BITS.get(self.request.kind, 0))
 
     def _create_files(self, folder: Path, target: _Target) -> None:
         """Every file at its full size, with its header; extents that were written stay as they are."""
@@ -244,41 +258,6 @@ class Packer:
                 advance(place.nbytes)
             else:
                 del journal.written.experts[place.layer, place.expert]
-
-    def _write_expert(self, place: PackedExpert, target: _Target) -> WrittenExpert:
-        fields, slot_bytes = target.slots[place.layer]
-        image = host_memory(slot_bytes, is_paged=True)  # zeros, so that padding is
-        source = self.store.new_slot(place.layer)
-        self.store.load(ExpertId(place.layer, place.expert), source)
-        error, squares = self._fill(place, source, field_views(fields, image))
-        data = bytes_of(image)
-        _write_at(self._open_files[place.file], data, place.offset)
-        return WrittenExpert(hashlib.sha256(data).hexdigest(), error, squares)
-
-    def _fill(
-        self, place: PackedExpert, source: Slot, image: Mapping[str, torch.Tensor]
-    ) -> tuple[float, float]:
-        """Put an expert's weights into its image; squared error of what was quantised, and its squares."""
-        error = squares = 0.0
-        bits = BITS.get(self.request.kind, 0)
-        for name, weight in source.weights.items():
-            if not bits or name.endswith("_bias"):
-                image[name].copy_(weight)
-                continue
-            values = weight.float()
-            if self.modules[place.layer].module.is_transposed:
-                values = values.t().contiguous()
-            if not bool(torch.isfinite(values).all()):
-                piece = self.store.layout.layers[place.layer].pieces[place.expert][0]
-                what = f"expert {place.expert} has a {name} that is not finite, so it cannot be quantised"
-                raise StoreError(piece.path, piece.tensor, what)
-            codes, scales = quantise(values, bits)
-            image[name].copy_(codes)
-            image[f"{name}_scale"].copy_(scales)
-            restored = dequantise(codes, scales, values.shape[1], torch.float32)
-            error += float(restored.sub_(values).square().sum(dtype=torch.float64))
-            squares += float(values.square().sum(dtype=torch.float64))
-        return error, squares
 
     def _flush(self) -> None:
         """Put what was written on the disk, and leave nothing of it in the page cache."""
@@ -386,7 +365,8 @@ def _write_at(number: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def _file_sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -397,32 +377,6 @@ def _fsync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def differing(folder: Path, advance: Advance) -> list[str]:
-    """Read a whole pack as the runtime does; what is not as its manifest says: experts by name, files by name.
-
-    Raises CheckpointError and StoreError for headers that are wrong.
-    """
-    manifest = read_manifest(folder)
-    checkpoint = open_checkpoint(folder)
-    store = open_store(checkpoint, load_config(folder), torch.bfloat16)
-    found = [
-        name
-        for name, digest in manifest.dense_sha256.items()
-        if _file_sha256(contained_file(folder, name, CheckpointError)) != digest
-    ]
-    try:
-        for index, layer in enumerate(manifest.layers):
-            slot = store.new_slot(index)
-            for expert, digest in enumerate(layer.sha256):
-                store.load(ExpertId(index, expert), slot)
-                if hashlib.sha256(bytes_of(slot.buffer)).hexdigest() != digest:
-                    found.append(f"layer {index} ({layer.name}) expert {expert}")
-                advance(slot.nbytes)
-    finally:
-        store.close()
-    return found
 
 
 def facts_of(manifest: Manifest) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 GROUP = 32
-BLOCK_ROWS = 128  # rows searched at once: a few arrays of this many rows fit a second-level cache
+BLOCK_WEIGHTS = 2**16  # searched at once: a few float32 arrays of this many fit a second-level cache
 _LIMITS = {8: (-127, 127), 4: (-8, 7)}
 # the largest weight of a group becomes this code, before rounding: its own sign for 4 bits, whose range is lopsided
 _CANDIDATES = {
@@ -40,8 +40,9 @@ def quantise(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     groups = torch.nn.functional.pad(weight, (0, padded(columns) - columns)).reshape(rows, -1, GROUP)
     codes = torch.empty(groups.shape, dtype=torch.int8)
     scales = torch.empty(groups.shape[:2], dtype=torch.bfloat16)
-    for start in range(0, rows, BLOCK_ROWS):
-        part = slice(start, start + BLOCK_ROWS)
+    at_once = max(1, BLOCK_WEIGHTS // padded(columns))
+    for start in range(0, rows, at_once):
+        part = slice(start, start + at_once)
         codes[part], scales[part] = _search(groups[part], bits)
     if bits == 8:
         return codes.reshape(rows, -1), scales
