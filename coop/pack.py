@@ -281,8 +281,10 @@ def _write_report(options: Options, report: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the pack differs from its manifest, 2 refused, 130 interrupted."""
+    hint = ""
     try:
         options = parse_options(arguments)
+        hint = ": the same command goes on where this one stopped" if options.out is not None else ""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return run(options)
     except CoopError as exc:
@@ -290,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{kind}: {exc}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where this one stopped", file=sys.stderr)
+        print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as exc:
         print(f"error: {exc.filename or 'output'}: {exc.strerror or exc}", file=sys.stderr)

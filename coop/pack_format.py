@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coop.adapters.transformers import ExpertsModule, build_on_meta, find_experts
-from coop.checkpoint import PACK_MANIFEST
+from coop.checkpoint import PACK_MANIFEST, is_pack
 from coop.errors import CheckpointError, LayoutError, StoreError
 from coop.files import contained_file, read_json
 from coop.layout import Extent, LayerLayout, Layout, Piece, slot_fields
@@ -85,6 +85,10 @@ class Manifest(BaseModel):
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a pack. CheckpointError names the first thing that is wrong with it."""
+    if not is_pack(folder):
+        raise CheckpointError(
+            f"{folder} is not a pack: it has no {PACK_MANIFEST}; coop pack makes one with --out"
+        )
     path = contained_file(folder, PACK_MANIFEST, CheckpointError)
     facts = read_json(path, CheckpointError)
     if isinstance(facts, dict) and facts.get("version") != VERSION:

@@ -57,6 +57,7 @@ class Images:
     def made(self, places: Sequence[PackedExpert]) -> Generator[tuple[PackedExpert, Image], None, None]:
         """Each place with its image, in this order. Raises StoreError where the source cannot be read."""
         workers = min(os.cpu_count() or 1, MAX_WORKERS)
+        before = torch.get_num_threads()
         # one thread of torch's for each: its own teams wait for each other wherever the machine is shared
         pool = ThreadPoolExecutor(workers, "coop-pack", initializer=lambda: torch.set_num_threads(1))
         waiting: deque[tuple[PackedExpert, Future[Image]]] = deque()
@@ -71,6 +72,7 @@ class Images:
                 yield done, image.result()
         finally:
             pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(before)  # what a thread sets, those that start after it begin with
 
     def _make(self, place: PackedExpert) -> Image:
         fields, slot_bytes = self._slots[place.layer]
