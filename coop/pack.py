@@ -209,7 +209,7 @@ def _summary(options: Options, packer: Packer, manifest: Manifest) -> list[str]:
         f"  {count} experts in {len(manifest.layers)} layers, {manifest.expert_files} file(s); "
         f"{packer.num_resumed} were there already",
         f"  experts {format_bytes(before)} -> {format_bytes(after)} ({after / before:.0%})",
-        f"  order: {manifest.order} (profile {packer.profile_status})",
+        f"  order of the {manifest.order}; profile of the source: {packer.profile_status}",
     ]
     source_type = str(packer.source_dtype).removeprefix("torch.")
     if source_type != "bfloat16":

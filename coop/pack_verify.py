@@ -19,6 +19,7 @@ from coop.files import contained_file
 from coop.ids import ExpertId
 from coop.pack_format import read_manifest
 from coop.packing import file_sha256
+from coop.shards import shard_paths
 from coop.store import bytes_of
 
 
@@ -29,11 +30,11 @@ def differing(folder: Path, advance: Callable[[int], None]) -> list[str]:
     """
     manifest = read_manifest(folder)
     store = open_store(open_checkpoint(folder), load_config(folder), torch.bfloat16)
-    found = [
-        name
-        for name, digest in manifest.dense_sha256.items()
-        if file_sha256(contained_file(folder, name, CheckpointError)) != digest
-    ]
+    found = []
+    for name in sorted({path.name for path in shard_paths(folder)} | manifest.dense_sha256.keys()):
+        path = contained_file(folder, name, CheckpointError)
+        if file_sha256(path) != manifest.dense_sha256.get(name):
+            found.append(name)
     try:
         for index, layer in enumerate(manifest.layers):
             slot = store.new_slot(index)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -22,13 +23,16 @@ from safetensors.torch import load_file
 import coop
 from coop import pack as command
 from coop import packing
-from coop.adapters.attach import load_config
+from coop.adapters.attach import load_config, open_store
 from coop.adapters.transformers import load_without_experts, model_identity
 from coop.checkpoint import open_checkpoint
+from coop.devices.cpu import CpuDevice
 from coop.errors import CheckpointError, CoopError, RequestError, StoreError
+from coop.ids import ExpertId
 from coop.pack_format import lay_out, pack_layout, read_manifest
 from coop.pack_journal import JOURNAL_NAME
 from coop.pack_verify import differing
+from coop.tiers import HostTier
 from tests.families import build_family
 from tests.packs import edit_json, pack, read_table, replace_table
 from tests.unit.profiles import build_profile
@@ -132,6 +136,28 @@ def test_tokenizer_and_configs_are_copied_and_a_link_out_is_refused(plain: Path,
         pack(plain, tmp_path / "other")
 
 
+def test_a_tier_of_pinned_memory_is_filled_straight_too(packed: Path) -> None:
+    config = load_config(packed)
+    store = open_store(open_checkpoint(packed), config, torch.bfloat16)
+    budget = 4 * store.geometry[0].slot_bytes
+    likelihood = np.zeros((len(store.geometry), 8))
+    tier = HostTier(store, CpuDevice(), budget_bytes=budget, loader_threads=1, likelihood=likelihood)
+    assert tier.window_bytes == 0
+    for expert in (ExpertId(0, 3), ExpertId(2, 7), ExpertId(0, 3)):
+        there, direct = tier.new_slot(expert.layer), store.new_slot(expert.layer)
+        tier.load(expert, there)
+        store.load(expert, direct)
+        assert torch.equal(there.buffer, direct.buffer)
+    assert (tier.counters.host_misses, tier.counters.host_hits) == (2, 1)
+    tier.close()
+
+
+def test_experts_of_a_quantised_pack_can_be_timed(packed: Path) -> None:
+    with coop.attach(packed, budget="100%") as runtime:
+        report = runtime.scheduler.warmup(row_counts=(1, 4), repeats=1, max_seconds=600)
+    assert report.experts_done == 24 and np.isfinite(report.compute_ms).all()
+
+
 # damage
 
 
@@ -154,6 +180,8 @@ def test_a_flipped_byte_of_the_dense_weights_is_named_by_the_file(packed: Path) 
     data[-1] ^= 1
     path.write_bytes(data)
     assert differing(packed, lambda nbytes: None) == ["model.safetensors"]
+    edit_json(packed / "coop_pack.json", dense_sha256={})
+    assert differing(packed, lambda nbytes: None) == ["model.safetensors"]  # a digest that was left out
 
 
 def _truncate(pack_folder: Path) -> None:
