@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from coop.errors import CheckpointError, DataError, NumberError
 from coop.files import parse_json
 
 MAX_LINE_BYTES = 2**20
+MAX_ROW_TOKENS = 1024  # a row's logits take this times the vocabulary
+BATCH_TOKENS = 1024  # rows that share one reading of the experts, padding included
 SPEED_PROMPT_TOKENS = 32
 SPEED_NEW_TOKENS = 32
 
@@ -34,8 +36,9 @@ class Measurement:
 
 
 def read_texts(path: Path, tokenizer_folder: Path, max_tokens: int) -> list[list[int]]:
-    """Token ids of the rows of a JSONL file, {"messages": [...]} or {"text": ...}, `max_tokens` at most in all.
+    """Token ids of the rows of a JSONL file, {"messages": [...]} or {"text": ...}.
 
+    At most `max_tokens` in all, and of each row at most its first 1024.
     Raises DataError with file and line, CheckpointError without a tokenizer.
     """
     from transformers import AutoTokenizer
@@ -56,7 +59,7 @@ def read_texts(path: Path, tokenizer_folder: Path, max_tokens: int) -> list[list
                 if left < 2:
                     break
                 if line.strip():
-                    ids = _encode(tokenizer, line, f"{path}:{number}")[:left]
+                    ids = _encode(tokenizer, line, f"{path}:{number}")[: min(left, MAX_ROW_TOKENS)]
                     found += [ids] if len(ids) > 1 else []
                     left -= len(ids)
     except OSError as exc:
@@ -95,9 +98,9 @@ def measure_model(
     context = max(longest, SPEED_PROMPT_TOKENS + SPEED_NEW_TOKENS)
     with attach(ckpt, base=base, budget="auto", max_context=context) as runtime:
         losses = []
-        for ids in texts:
-            losses.append(_loss(runtime, ids))
-            advance(len(ids))
+        for rows in _batches(texts):
+            losses += _losses(runtime, rows)
+            advance(sum(map(len, rows)))
         tokens = sum(len(ids) - 1 for ids in texts)
         mean = math.fsum(losses) / tokens
         if not math.isfinite(mean):
@@ -105,12 +108,33 @@ def measure_model(
         return Measurement(math.exp(min(mean, 700.0)), tokens, _speed(runtime, texts[0]))
 
 
+def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Rows in their order, as many at once as fit when padded to the longest."""
+    rows: list[Sequence[int]] = []
+    for ids in texts:
+        if rows and max(map(len, [*rows, ids])) * (len(rows) + 1) > BATCH_TOKENS:
+            yield rows
+            rows = []
+        rows.append(ids)
+    yield rows
+
+
 @torch.no_grad()
-def _loss(runtime: Runtime, ids: Sequence[int]) -> float:
-    """Sum of the negative log likelihoods of every token but the first."""
-    tokens = torch.tensor([list(ids)])
-    logits = runtime.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-    return float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
+def _losses(runtime: Runtime, rows: Sequence[Sequence[int]]) -> list[float]:
+    """Negative log likelihood of each row, summed over its tokens but the first.
+
+    Rows are padded behind their ends, where no token of theirs looks.
+    """
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    logits = runtime.model(input_ids=tokens, use_cache=False).logits  # [rows, tokens, vocabulary]
+    losses = []
+    for row, own, ids in zip(tokens, logits, rows, strict=True):
+        end = len(ids)
+        loss = torch.nn.functional.cross_entropy(own[: end - 1].float(), row[1:end], reduction="sum")
+        losses.append(float(loss))
+    return losses
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import coop
 from coop import pack as command
-from coop import packing
+from coop import pack_measure, packing
 from coop.adapters.attach import load_config, open_store
 from coop.adapters.transformers import load_without_experts, model_identity
 from coop.checkpoint import open_checkpoint
@@ -342,6 +342,10 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     assert not (tmp_path / "pack").exists() and hidden.is_dir()
     with (hidden / JOURNAL_NAME).open("ab") as file:
         file.write(b'{"expert": [1, ')  # cut short by the end of the process
+    with pytest.raises(Killed):
+        pack(plain, tmp_path / "pack", kind, killed_after(20))
+    kept = [json.loads(line) for line in (hidden / JOURNAL_NAME).read_bytes().splitlines()]
+    assert len([entry for entry in kept if "expert" in entry]) >= 17  # nothing after the cut was lost
     seen: list[int] = []
     pack(plain, tmp_path / "pack", kind, seen.append)
     assert sum(seen) == sum(seen[:1]) * 24  # every expert is counted once, there already or not
@@ -504,6 +508,26 @@ def test_the_command_measures_source_and_pack_over_the_same_tokens(
     assert measured["perplexity"][0] == measured["perplexity"][1] > 1
     assert measured["relative_rms"] == 0 and min(measured["tokens_per_s"]) > 0
     assert "perplexity over 75 tokens" in said and "next: coop generate --ckpt" in said
+
+
+def test_perplexity_is_that_of_each_row_alone(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    texts = [[3 + (i * k) % 90 for i in range(k)] for k in (9, 4, 17, 2, 30)]
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    model.config._experts_implementation = "eager"
+    with torch.no_grad():
+        losses = [
+            float(model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss) * (len(ids) - 1)
+            for ids in texts
+        ]
+    monkeypatch.setattr(pack_measure, "BATCH_TOKENS", 40)
+    seen: list[int] = []
+    measured = pack_measure.measure_model(plain, None, texts, seen.append)
+    assert measured.tokens == 57 and seen == [9 + 4, 17 + 2, 30]
+    assert measured.perplexity == pytest.approx(
+        np.exp(sum(losses) / 57), rel=0.02
+    )  # bfloat16 against float32
 
 
 def test_a_row_without_text_is_named_by_its_line(plain: Path, tmp_path: Path, capsys: Any) -> None:
