@@ -17,6 +17,7 @@ COMMANDS = {
         "fine-tune from a recipe, one process (several: accelerate launch train/finetune.py)",
     ),
     "profile": ("coop.profile", "show and plot the expert profile in a checkpoint"),
+    "pack": ("coop.pack", "rewrite a checkpoint so that each expert is one read, quantised if wanted"),
     "generate": ("infer.generate", "generate text with part of the experts in memory"),
 }
 

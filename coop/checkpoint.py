@@ -17,6 +17,7 @@ from coop.files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PACK_MANIFEST = "coop_pack.json"
 MAX_EXPERTS = 65_535
 MAX_LAYERS = 1_000
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -28,12 +29,16 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checkpoint that coop can run: `weights` holds config and shards; `adapter` is "" for a full model."""
+    """A checkpoint that coop can run: `weights` holds config and shards; `adapter` is "" for a full model.
+
+    `is_pack`: the experts lie as `coop.pack` writes them, and `weights` has only the rest in Hub layout.
+    """
 
     folder: Path
     weights: Path
     adapter: str
     tokenizer: Path
+    is_pack: bool = False
 
 
 def open_checkpoint(path: str | Path, base: str | Path | None = None) -> Checkpoint:
@@ -45,9 +50,12 @@ def open_checkpoint(path: str | Path, base: str | Path | None = None) -> Checkpo
     folder = _folder(path)
     if not (folder / ADAPTER_CONFIG).exists():
         if base is not None:
-            raise CheckpointError(f"{folder} is not an adapter, so --base has nothing to do: leave it out")
+            kind = "a pack, whose adapter is merged" if is_pack(folder) else "not an adapter"
+            raise CheckpointError(f"{folder} is {kind}, so --base has nothing to do: leave it out")
         check_config(folder)
-        return Checkpoint(folder=folder, weights=folder, adapter="", tokenizer=folder)
+        return Checkpoint(
+            folder=folder, weights=folder, adapter="", tokenizer=folder, is_pack=is_pack(folder)
+        )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}")
     weights = _folder(base) if base is not None else _named_base(folder)
@@ -55,9 +63,18 @@ def open_checkpoint(path: str | Path, base: str | Path | None = None) -> Checkpo
         raise CheckpointError(
             f"the base {weights} is itself an adapter; merge it first and pass the merged folder"
         )
+    if is_pack(weights):
+        raise CheckpointError(
+            f"the base {weights} is a pack: give the checkpoint that it was made from, or pack the adapter with that"
+        )
     check_config(weights)
     tokenizer = folder if (folder / "tokenizer_config.json").exists() else weights
     return Checkpoint(folder=folder, weights=weights, adapter=ADAPTER_WEIGHTS, tokenizer=tokenizer)
+
+
+def is_pack(folder: Path) -> bool:
+    """Whether the folder says that it is a pack."""
+    return (folder / PACK_MANIFEST).exists()
 
 
 def check_config(folder: Path) -> dict[str, Any]:

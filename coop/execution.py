@@ -17,6 +17,8 @@ from torch import nn
 from coop import kernels
 from coop.store import Slot
 
+from coop.quantise import dequantise
+
 Weights = Mapping[str, torch.Tensor]
 SCALE = "_scale"
 
@@ -121,7 +123,11 @@ def _project(
     is_transposed: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    weight = weights[name] if is_transposed else weights[name].t()  # [in, out]
+    scales = weights.get(f"{name}_scale")
+    if scales is not None:  # quantised weights are output-major in every class
+        weight = dequantise(weights[name], scales, rows.shape[1], rows.dtype).t()
+    else:
+        weight = weights[name] if is_transposed else weights[name].t()  # [in, out]
     product = torch.mm(rows, weight, out=out)
     bias = weights.get(f"{name}_bias")
     # added after rounding, as transformers' grouped path does: the sum then has its bits

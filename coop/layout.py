@@ -54,10 +54,21 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of whole pages in a file that is, byte for byte, what a slot holds; `tensor` is the first in it."""
+
+    path: Path
+    tensor: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerLayout:
     """The experts of one layer: the fields of a slot, its size in bytes, and the pieces of each expert.
 
     `runs_alone`: experts are modules that run one after another, so a budget for one of them is enough.
+    `extents`: of each expert, where the file has slots as they are (packs); a slot is then filled by one read.
     """
 
     name: str
@@ -66,6 +77,7 @@ class LayerLayout:
     pieces: tuple[tuple[Piece, ...], ...]  # [experts][pieces in file order]
     top_k: int
     runs_alone: bool = False
+    extents: tuple[Extent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -537,11 +537,12 @@ class Scheduler:
         with self._call_lock, self._demand([expert]) as demand:
             demand.request()
             lease = self._await(demand, expert)
-            weight = lease.weights["down_proj"]
+            weight = lease.weights.get("down_proj_scale", lease.weights["down_proj"])
             like = {"dtype": weight.dtype, "device": weight.device}
+            width = _row_width(module, lease.weights)
             for index, count in enumerate(row_counts):
-                rows = torch.ones(count, _input_width(module, lease.weights), **like)  # type: ignore[call-overload]
-                out = torch.empty(count, _output_width(module, lease.weights), **like)  # type: ignore[call-overload]
+                rows = torch.ones(count, width, **like)  # type: ignore[call-overload]
+                out = torch.empty(count, width, **like)  # type: ignore[call-overload]
                 best = min(self._time_once(module, lease, rows, out) for _ in range(max(1, repeats)))
                 compute_ms[expert.layer, expert.expert, index] = best * 1e3
                 self.calendar.record_compute(expert.layer, count, best)
@@ -562,11 +563,7 @@ class Scheduler:
         return time.perf_counter() - began
 
 
-def _input_width(experts: Any, weights: Mapping[str, torch.Tensor]) -> int:
-    weight = weights["gate_up_proj" if experts.has_gate else "up_proj"]
-    return weight.shape[0] if experts.is_transposed else weight.shape[1]
-
-
-def _output_width(experts: Any, weights: Mapping[str, torch.Tensor]) -> int:
-    weight = weights["down_proj"]
-    return weight.shape[1] if experts.is_transposed else weight.shape[0]
+def _row_width(experts: Any, weights: Mapping[str, torch.Tensor]) -> int:
+    """Columns of the rows that go into an expert and come out of it; quantised weights are output-major."""
+    is_input_major = experts.is_transposed and "down_proj_scale" not in weights
+    return weights["down_proj"].shape[1 if is_input_major else 0]

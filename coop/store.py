@@ -7,6 +7,7 @@ exactly the expert asked for when `load` returns, or that `load` raises. Called 
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -23,7 +24,7 @@ from coop.adapters.transformers import ExpertsModule
 from coop.devices import Fence
 from coop.errors import ClosedError, StoreError
 from coop.ids import ExpertId
-from coop.layout import LayerLayout, Layout, Piece
+from coop.layout import Extent, Field, Layout, Piece
 from coop.staging import Window
 
 PAGE = (
@@ -161,16 +162,37 @@ class ExpertStore:
         )
 
     def new_slot(self, layer: int) -> Slot:
-        """An empty slot; the allocator aligns it to 64 bytes, and so does the layout every field in it."""
-        return self.slot_over(layer, host_memory(self.layout.layers[layer].slot_bytes))
+        """An empty slot; the allocator aligns it to 64 bytes, and so does the layout every field in it.
+
+        Where the disk reads straight into it, it is whole pages.
+        """
+        wanted = self.layout.layers[layer]
+        return self.slot_over(layer, host_memory(wanted.slot_bytes, is_paged=bool(wanted.extents)))
 
     def slot_over(self, layer: int, buffer: torch.Tensor) -> Slot:
         """A slot for an expert of `layer` in memory of the caller's, uint8 [slot_bytes], on any device."""
         with torch.inference_mode(False):  # loader threads may not write to an inference tensor
-            return Slot(buffer, _views(self.layout.layers[layer], buffer))
+            return Slot(buffer, field_views(self.layout.layers[layer].fields, buffer))
 
     def load(self, expert: ExpertId, slot: Slot, window: Window | None = None) -> int:
-        """Read every piece of `expert` into `slot`, one read for each contiguous run; returns the bytes read."""
+        """Read `expert` into `slot`, by one read for each contiguous run of pieces; returns the bytes read.
+
+        Where the file has the slot as it is, that is one read straight into the slot, and nothing is copied.
+        """
+        layer = self.layout.layers[expert.layer]
+        if layer.extents:
+            nbytes = self._load_extent(layer.extents[expert.expert], slot, window)
+        else:
+            nbytes = self._load_pieces(expert, slot, window)
+        if self._merge_adapter is not None:
+            self._merge_adapter(expert, slot.weights)
+        return nbytes
+
+    def _load_extent(self, extent: Extent, slot: Slot, window: Window | None) -> int:
+        self._files[extent.path].read_into(bytes_of(slot.buffer), extent.offset, extent.tensor, window)
+        return extent.nbytes
+
+    def _load_pieces(self, expert: ExpertId, slot: Slot, window: Window | None) -> int:
         nbytes = 0
         for run in _contiguous_runs(self.layout.layers[expert.layer].pieces[expert.expert]):
             start, end = run[0].offset, run[-1].offset + run[-1].nbytes
@@ -178,15 +200,14 @@ class ExpertStore:
             for piece in run:
                 _place(piece, data[piece.offset - start : piece.offset - start + piece.nbytes], slot)
             nbytes += end - start
-        if self._merge_adapter is not None:
-            self._merge_adapter(expert, slot.weights)
         return nbytes
 
     @property
     def window_bytes(self) -> int:
-        """The largest read, in whole pages: the size of a staging window."""
-        runs = (run for layer in self.layout.layers for e in layer.pieces for run in _contiguous_runs(e))
-        return max(run[-1].offset + run[-1].nbytes - run[0].offset for run in runs) + 2 * PAGE
+        """The largest read that is staged, in whole pages: the size of a window; 0 where none is."""
+        staged = [layer for layer in self.layout.layers if not layer.extents]
+        runs = (run for layer in staged for e in layer.pieces for run in _contiguous_runs(e))
+        return max((_span(run)[1] + 2 * PAGE for run in runs), default=0)
 
     def check_unchanged(self, stamps: Mapping[Path, Stamp]) -> None:
         """Every file is still the one at its path, with the stamp it had before its header was read. StoreError."""
@@ -202,18 +223,19 @@ class ExpertStore:
     def sample_reads(self) -> list[SampleRead]:
         """One read for each expert, at the size and place where the runtime will read."""
         samples, windows = [], threading.local()
-        for pieces in (pieces for layer in self.layout.layers for pieces in layer.pieces):
-            run = max(_contiguous_runs(pieces), key=lambda r: r[-1].offset + r[-1].nbytes - r[0].offset)
-            nbytes = run[-1].offset + run[-1].nbytes - run[0].offset
-            samples.append(
-                SampleRead(self._files[run[0].path], run[0].offset, nbytes, run[0].tensor, windows)
-            )
+        for layer in self.layout.layers:
+            for read in layer.extents or [_largest_run(pieces) for pieces in layer.pieces]:
+                file = self._files[read.path]
+                samples.append(SampleRead(file, read.offset, read.nbytes, read.tensor, windows))
         return samples
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all experts as they are stored, which is what has to be read."""
-        return sum(p.nbytes for layer in self.layout.layers for pieces in layer.pieces for p in pieces)
+        return sum(
+            sum(e.nbytes for e in layer.extents) or sum(p.nbytes for pieces in layer.pieces for p in pieces)
+            for layer in self.layout.layers
+        )
 
     @property
     def adapter_bytes(self) -> int:
@@ -272,15 +294,21 @@ class ModuleStore:
         """The model owns its weights."""
 
 
-def host_memory(nbytes: int) -> torch.Tensor:
+def host_memory(nbytes: int, is_paged: bool = False) -> torch.Tensor:
     """Memory for a slot, uint8 [nbytes]: pages of its own where it is large, so that giving it up frees them.
 
-    An allocator would keep what a lowered budget gives up for later.
+    An allocator would keep what a lowered budget gives up for later. `is_paged`: pages of its own in any case.
     """
     with torch.inference_mode(False):  # whoever gives the slot up may write to it from another mode
-        if nbytes >= PAGES_FROM_BYTES:
+        if is_paged or nbytes >= PAGES_FROM_BYTES:
             return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def bytes_of(memory: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 tensor in host memory, to be read into or written from."""
+    array: Any = memory.numpy()
+    return memoryview(array)
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
@@ -324,30 +352,41 @@ class DirectFile:
 
         Raises StoreError, and ClosedError after `close`.
         """
-        with self._in_use():
-            return self._read(offset, nbytes, tensor, staged)
-
-    def _read(self, offset: int, nbytes: int, tensor: str, staged: Window | None) -> memoryview:
-        self._check_unchanged(tensor)
-        began = time.perf_counter()
         first = offset - offset % PAGE
         whole_pages = -(-(offset + nbytes - first) // PAGE) * PAGE
         staged = staged or Window(whole_pages)
         window = staged.memory[:whole_pages]
         assert len(window) == whole_pages, f"{whole_pages} bytes do not fit a window of {len(window)}"
+        with self._in_use():
+            self._read(window, first, offset + nbytes - first, tensor, staged)
+        return window[offset - first : offset - first + nbytes]
+
+    def read_into(self, memory: memoryview, offset: int, tensor: str, timed: Window | None = None) -> None:
+        """Fill `memory`, which begins on a page and is whole pages, from `offset`, which is one too.
+
+        `timed` notes the seconds. Raises StoreError, and ClosedError after `close`.
+        """
+        assert offset % PAGE == 0 == len(memory) % PAGE, f"{len(memory)} bytes at {offset} are not pages"
+        with self._in_use():
+            self._read(memory, offset, len(memory), tensor, timed)
+
+    def _read(self, pages: memoryview, first: int, wanted: int, tensor: str, timed: Window | None) -> None:
+        """Fill whole pages from `first`, of which the file must have the first `wanted` bytes."""
+        self._check_unchanged(tensor)
+        began = time.perf_counter()
         try:
-            self._fill(window, first, offset + nbytes - first, tensor)
+            self._fill(pages, first, wanted, tensor)
         except OSError:
             time.sleep(RETRY_SECONDS)  # one retry: a transient EIO must not lose a request
             try:
-                self._fill(window, first, offset + nbytes - first, tensor)
+                self._fill(pages, first, wanted, tensor)
             except OSError as exc:
                 raise StoreError(self.path, tensor, f"cannot be read: {exc.strerror}") from exc
         self._check_unchanged(tensor)
         if not self.is_direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, first, len(window), os.POSIX_FADV_DONTNEED)
-        staged.read_seconds += time.perf_counter() - began
-        return window[offset - first : offset - first + nbytes]
+            os.posix_fadvise(self._fd, first, len(pages), os.POSIX_FADV_DONTNEED)
+        if timed is not None:
+            timed.read_seconds += time.perf_counter() - began
 
     def _fill(self, window: memoryview, first: int, wanted: int, tensor: str) -> None:
         done = 0
@@ -394,13 +433,11 @@ class DirectFile:
             self._is_closed = True
 
 
-def _views(geometry: LayerLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+def field_views(fields: Sequence[Field], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that lie in `buffer`, uint8 [slot_bytes], by name."""
     views = {}
-    for field in geometry.fields:
-        count = 1
-        for extent in field.shape:
-            count *= extent
-        part = buffer[field.offset : field.offset + count * field.dtype.itemsize]
+    for field in fields:
+        part = buffer[field.offset : field.offset + math.prod(field.shape) * field.dtype.itemsize]
         views[field.name] = part.view(field.dtype).view(field.shape)
     return views
 
@@ -415,6 +452,16 @@ def _contiguous_runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
         else:
             runs.append([piece])
     return runs
+
+
+def _span(run: Sequence[Piece]) -> tuple[int, int]:
+    """Offset and bytes of a contiguous run."""
+    return run[0].offset, run[-1].offset + run[-1].nbytes - run[0].offset
+
+
+def _largest_run(pieces: Sequence[Piece]) -> Extent:
+    run = max(_contiguous_runs(pieces), key=lambda run: _span(run)[1])
+    return Extent(run[0].path, run[0].tensor, *_span(run))
 
 
 def _place(piece: Piece, data: memoryview, slot: Slot) -> None:

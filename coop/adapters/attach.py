@@ -36,6 +36,7 @@ from coop.devices import Device, Memory, open_device
 from coop.errors import CheckpointError, CoopError, ProfileError
 from coop.forecast import Forecast
 from coop.layout import Layout, resolve_layout
+from coop.pack_format import expert_paths, pack_layout, read_manifest
 from coop.plan import Plan
 from coop.policy import PriorityPolicy
 from coop.pressure import PressureGuard
@@ -209,17 +210,17 @@ def attach(
     chosen = get_strategy(strategy)
     place = open_device(device) if isinstance(device, str) else device
     checkpoint = _checkpoint(model_or_path, ckpt, base)
-    config = _load_config(checkpoint.weights)
+    config = load_config(checkpoint.weights)
     is_live = isinstance(model_or_path, nn.Module)
-    served = _live_dtype(model_or_path) if is_live else _dtype(dtype, config, checkpoint.weights)
-    stamps = {path: stamp_of(path.stat()) for path in shard_paths(checkpoint.weights)}
-    store = _open_store(checkpoint, config, served)
+    served = _live_dtype(model_or_path) if is_live else served_dtype(dtype, config, checkpoint.weights)
+    stamps = {path: stamp_of(path.stat()) for path in weight_paths(checkpoint)}
+    store = open_store(checkpoint, config, served)
     try:
-        model = model_or_path if is_live else _load_dense(checkpoint, config, served).to(place.torch_device)
+        model = model_or_path if is_live else load_dense(checkpoint, config, served).to(place.torch_device)
         _check_place(model, place)
         experts = find_experts(model)
         _check_same_experts(experts, store.layout)
-        found, status = _load_profile(checkpoint, model, profile)
+        found, status = load_profile(checkpoint, model, profile)
         plan = Plan.derive(
             budget,
             geometry=store.geometry,
@@ -351,10 +352,13 @@ def _checkpoint(model_or_path: Any, ckpt: str | Path | None, base: str | Path | 
     checkpoint = open_checkpoint(ckpt, base)
     if checkpoint.adapter:
         raise CoopError(f"{ckpt} is an adapter: attach it by its path, and coop loads base and adapter")
+    if checkpoint.is_pack and read_manifest(checkpoint.folder).dtype != "bf16":
+        raise CoopError(f"{ckpt} is a quantised pack: attach it by its path, not for a live model")
     return checkpoint
 
 
-def _load_config(weights: Path) -> Any:
+def load_config(weights: Path) -> Any:
+    """The text part of a folder's config. CheckpointError for one that its class refuses."""
     from transformers import AutoConfig
 
     try:
@@ -365,7 +369,8 @@ def _load_config(weights: Path) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _dtype(dtype: str | torch.dtype, config: Any, weights: Path) -> torch.dtype:
+def served_dtype(dtype: str | torch.dtype, config: Any, weights: Path) -> torch.dtype:
+    """The type to compute in; "auto" is the checkpoint's. CoopError for one that does not exist."""
     if isinstance(dtype, torch.dtype):
         wanted = dtype
     elif dtype == "auto":
@@ -404,8 +409,18 @@ def _live_dtype(model: nn.Module) -> torch.dtype:
     return weight.dtype
 
 
-def _open_store(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> ExpertStore:
+def weight_paths(checkpoint: Checkpoint) -> list[Path]:
+    """Every file that weights are read from, of experts and of the rest."""
+    paths = shard_paths(checkpoint.weights)
+    if checkpoint.is_pack:
+        paths += expert_paths(checkpoint.weights, read_manifest(checkpoint.weights))
+    return paths
+
+
+def open_store(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> ExpertStore:
     """The checkpoint's experts, with the adapter's part merged into each as it is loaded."""
+    if checkpoint.is_pack:
+        return ExpertStore(pack_layout(config, checkpoint.weights, dtype))
     layout = resolve_layout(config, read_checkpoint_tensors(checkpoint.weights), dtype)
     if not checkpoint.adapter:
         return ExpertStore(layout)
@@ -413,14 +428,15 @@ def _open_store(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Expe
     return ExpertStore(layout, lora if len(lora) else None)
 
 
-def _load_dense(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> nn.Module:
-    with _quiet_loading():
+def load_dense(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model without its experts, with the adapter's dense part merged."""
+    with quiet_loading():
         model = load_without_experts(checkpoint.weights, config, dtype)
     return merge_dense_adapter(model, checkpoint.folder).eval() if checkpoint.adapter else model
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Expert tensors are unexpected to the pruned class by design; transformers' reports of them would alarm."""
     from transformers.utils import logging
 
@@ -453,7 +469,7 @@ def _check_same_experts(experts: list[ExpertsModule], layout: Layout) -> None:
             )
 
 
-def _load_profile(
+def load_profile(
     checkpoint: Checkpoint, model: nn.Module, profile: bool | Profile
 ) -> tuple[Profile | None, str]:
     """The profile to seed from, and what to tell the user about it. A profile is never a reason to fail."""

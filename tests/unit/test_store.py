@@ -382,14 +382,14 @@ def test_a_shard_replaced_while_the_model_is_opened_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_family(tmp_path, "mixtral")
-    load = attach._load_dense
+    load = attach.load_dense
 
     def replaced(*args: Any) -> Any:
         shutil.copy(tmp_path / "model.safetensors", tmp_path / "new")
         os.replace(tmp_path / "new", tmp_path / "model.safetensors")
         return load(*args)
 
-    monkeypatch.setattr(attach, "_load_dense", replaced)
+    monkeypatch.setattr(attach, "load_dense", replaced)
     with pytest.raises(StoreError, match="changed while it was being opened"):
         coop.attach(tmp_path, budget="50%")
 

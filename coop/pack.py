@@ -1,0 +1,303 @@
+"""Pack a checkpoint for coop: every expert one aligned read, its adapter merged, in 16, 8 or 4 bits.
+
+Owns the command line: options in, a progress bar on stderr, a summary on stdout; promises one sentence and exit
+code 2 for what it refuses, 1 for a pack that differs from its manifest. Run as `python -m coop.pack` or `coop pack`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coop.errors import CheckpointError, CoopError, RequestError
+from coop.files import write_atomic
+
+if TYPE_CHECKING:
+    from coop.pack_format import Manifest
+    from coop.packing import Packer
+
+EXIT_DIFFERENT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+DTYPES = ("bf16", "int8", "int4")
+ORDERS = ("model", "profile")
+DEFAULT_EVAL_TOKENS = 4096
+MAX_EVAL_TOKENS = 2**20
+
+EXAMPLES = """\
+examples:
+  python -m coop.pack --ckpt runs/demo --out packs/demo
+  python -m coop.pack --ckpt runs/demo --out packs/demo-int4 --dtype int4 --eval data/demo/eval.jsonl
+  python -m coop.pack --ckpt packs/demo-int4 --verify
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Everything the command line says. Refuses, at birth, what cannot be meant."""
+
+    ckpt: Path
+    out: Path | None = None
+    base: str | None = None
+    dtype: str = "bf16"
+    order: str = ""
+    eval_file: Path | None = None
+    eval_tokens: int = DEFAULT_EVAL_TOKENS
+    is_verified: bool = False
+    is_overwriting: bool = False
+    json_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ckpt.is_dir():
+            raise RequestError(
+                f"--ckpt {self.ckpt}: not a folder; pass one with config.json or adapter_config.json in it"
+            )
+        if self.out is None and not self.is_verified:
+            raise RequestError("say where the pack goes with --out DIR, or check one with --verify")
+        if self.out is None and (self.eval_file is not None or self.base is not None or self.is_overwriting):
+            raise RequestError("--eval, --base and --overwrite belong to packing: pass --out DIR too")
+        if self.eval_file is not None and not self.eval_file.is_file():
+            raise RequestError(f"--eval {self.eval_file}: not a file; pass one with a JSON object a line")
+        if not 2 <= self.eval_tokens <= MAX_EVAL_TOKENS:
+            raise RequestError(f"--eval-tokens {self.eval_tokens}: pass a number from 2 to {MAX_EVAL_TOKENS}")
+        if self.json_file not in (None, "-"):
+            target = Path(str(self.json_file))
+            if target.is_dir() or not target.parent.is_dir():
+                raise RequestError(f"--json {target}: pass a file name in a folder that exists, or -")
+
+    @property
+    def folder(self) -> Path:
+        """The pack: what is written, or what is checked."""
+        return self.ckpt if self.out is None else self.out
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m coop.pack",
+        description="Rewrite a checkpoint so that each expert is one aligned read, its adapter merged.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ckpt", type=Path, required=True, metavar="DIR", help="model or adapter to pack; pack to check")
+    add("--out", type=Path, metavar="DIR", help="where the pack goes; must not exist")
+    add("--base", metavar="DIR", help="base model of an adapter, if not the one its config names")
+    add("--dtype", choices=DTYPES, default="bf16", help="of expert weights; groups of 32 below bf16 (bf16)")
+    add(
+        "--order",
+        choices=ORDERS,
+        default="",
+        help="experts of a layer on disk: as in the model, or hottest first (profile if there is one)",
+    )
+    add("--eval", type=Path, metavar="FILE.jsonl", help="measure perplexity of source and pack on this")
+    add("--eval-tokens", type=int, default=DEFAULT_EVAL_TOKENS, metavar="N", help="of it, at most (4096)")
+    add("--verify", action="store_true", help="read the pack and compare each expert with its digest")
+    add("--overwrite", action="store_true", help="replace a pack at --out, and forget what was begun there")
+    add("--json", metavar="FILE", help="write the report as JSON; - for standard output")
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Options from the command line. RequestError for what cannot be meant."""
+    args = build_parser().parse_args(arguments)
+    return Options(
+        ckpt=args.ckpt,
+        out=args.out,
+        base=args.base,
+        dtype=args.dtype,
+        order=args.order,
+        eval_file=args.eval,
+        eval_tokens=args.eval_tokens,
+        is_verified=args.verify,
+        is_overwriting=args.overwrite,
+        json_file=args.json,
+    )
+
+
+def run(options: Options) -> int:
+    """Pack, measure, verify, and report; the exit code."""
+    began = time.monotonic()
+    report: dict[str, Any] = {"pack": str(options.folder)}
+    lines = [f"{options.folder}: a pack"] if options.out is None else _pack(options, report)
+    code = _verify(options, report, lines) if options.is_verified else 0
+    report["seconds"] = time.monotonic() - began
+    lines.append(f"  took {report['seconds']:.1f} s")
+    if options.out is not None and not code:
+        lines.append(
+            f'next: coop generate --ckpt {shlex.quote(str(options.out))} --budget 50% --prompt "..."'
+        )
+    print("\n".join(lines), file=sys.stderr if options.json_file == "-" else sys.stdout, flush=True)
+    _write_report(options, report)
+    return code
+
+
+def _pack(options: Options, report: dict[str, Any]) -> list[str]:
+    from coop.packing import Packer, PackRequest, facts_of
+
+    assert options.out is not None
+    request = PackRequest(
+        ckpt=options.ckpt,
+        out=options.out,
+        base=options.base,
+        kind=options.dtype,
+        order=options.order,
+        is_overwriting=options.is_overwriting,
+    )
+    with Packer.open(request) as packer:
+        texts = _texts(options, packer)
+        target = packer.target()
+        with packer.journal() as journal:
+            with _progress("packing", target.nbytes, is_bytes=True) as advance:
+                manifest = packer.write(journal, target, advance)
+            if texts:
+                manifest = _measure(options, packer, manifest, texts, journal.folder)
+            journal.publish()
+        report |= {
+            "ckpt": str(options.ckpt),
+            "profile": packer.profile_status,
+            "resumed_experts": packer.num_resumed,
+            **facts_of(manifest),
+        }
+        return _summary(options, packer, manifest)
+
+
+def _texts(options: Options, packer: Packer) -> list[list[int]]:
+    """What to measure on, read before anything is written."""
+    if options.eval_file is None:
+        return []
+    from coop.pack_measure import read_texts
+
+    return read_texts(options.eval_file, packer.checkpoint.tokenizer, options.eval_tokens)
+
+
+def _measure(
+    options: Options, packer: Packer, manifest: Manifest, texts: list[list[int]], folder: Path
+) -> Manifest:
+    """Perplexity and speed of source and pack, put into the manifest in `folder`."""
+    from coop.pack_format import PACK_MANIFEST, with_measured
+    from coop.pack_measure import measure_model
+
+    with _progress("measuring", 2 * sum(map(len, texts)), is_bytes=False) as advance:
+        source = measure_model(options.ckpt, options.base, texts, advance)
+        pack = measure_model(folder, None, texts, advance)
+    manifest = with_measured(
+        manifest,
+        tokens=source.tokens,
+        perplexity=(source.perplexity, pack.perplexity),
+        tokens_per_s=(source.tokens_per_s, pack.tokens_per_s),
+    )
+    write_atomic(folder / PACK_MANIFEST, manifest.to_json())
+    return manifest
+
+
+def _summary(options: Options, packer: Packer, manifest: Manifest) -> list[str]:
+    from coop.plan import format_bytes
+
+    measured = manifest.measured
+    before, after = measured.expert_bytes
+    count = sum(layer.num_experts for layer in manifest.layers)
+    lines = [
+        f"packed {manifest.source} as {manifest.dtype}: {options.out}",
+        f"  {count} experts in {len(manifest.layers)} layers, {manifest.expert_files} file(s); "
+        f"{packer.num_resumed} were there already",
+        f"  experts {format_bytes(before)} -> {format_bytes(after)} ({after / before:.0%})",
+        f"  order of the {manifest.order}; profile of the source: {packer.profile_status}",
+    ]
+    source_type = str(packer.source_dtype).removeprefix("torch.")
+    if source_type != "bfloat16":
+        lines.append(f"  weights were cast from {source_type} to bfloat16, experts too where not quantised")
+    if measured.relative_rms:
+        lines.append(f"  quantisation error {measured.relative_rms:.2%} of the weights, root mean square")
+    if measured.tokens:
+        (old, new), (slow, fast) = measured.perplexity, measured.tokens_per_s
+        lines += [
+            f"  perplexity over {measured.tokens} tokens {old:.4f} -> {new:.4f} ({new / old - 1:+.2%})",
+            f"  decoding {slow:.1f} -> {fast:.1f} tokens/s, a rough figure of a few tokens",
+        ]
+    return lines
+
+
+def _verify(options: Options, report: dict[str, Any], lines: list[str]) -> int:
+    from coop.pack_format import read_manifest
+    from coop.pack_verify import differing
+    from coop.packing import facts_of
+
+    manifest = read_manifest(options.folder)
+    count = sum(layer.num_experts for layer in manifest.layers)
+    with _progress("verifying", manifest.measured.expert_bytes[1], is_bytes=True) as advance:
+        bad = differing(options.folder, advance)
+    report |= {**facts_of(manifest), "differing": bad}
+    if bad:
+        lines += [f"  differs: {name}" for name in bad]
+        lines.append(f"  {len(bad)} of {count} experts and {len(manifest.dense_sha256)} files are damaged")
+        return EXIT_DIFFERENT
+    lines.append(
+        f"  verified: {count} experts and {len(manifest.dense_sha256)} dense file(s) as they were written"
+    )
+    return 0
+
+
+@contextmanager
+def _progress(what: str, total: int, is_bytes: bool) -> Iterator[Any]:
+    """A bar on stderr with rate and estimate; yields what takes the steps."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    counts = (
+        (DownloadColumn(binary_units=True), TransferSpeedColumn()) if is_bytes else (MofNCompleteColumn(),)
+    )
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda step: bar.advance(task, step)
+
+
+def _write_report(options: Options, report: dict[str, Any]) -> None:
+    if options.json_file is None:
+        return
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    if options.json_file == "-":
+        print(text, end="", flush=True)
+    else:
+        write_atomic(Path(options.json_file), text.encode())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 the pack differs from its manifest, 2 refused, 130 interrupted."""
+    hint = ""
+    try:
+        options = parse_options(arguments)
+        hint = ": the same command goes on where this one stopped" if options.out is not None else ""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return run(options)
+    except CoopError as exc:
+        kind = "checkpoint" if isinstance(exc, CheckpointError) else "error"
+        print(f"{kind}: {exc}", file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        print(f"interrupted{hint}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as exc:
+        print(f"error: {exc.filename or 'output'}: {exc.strerror or exc}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
