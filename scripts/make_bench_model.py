@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("models/bench-moe")
 MAX_TOKENS = 8192
 EMBEDDING_DEVIATION = 1.0  # beside it what layers add is small, so a router sees which token it is
+DEFAULT_SKEW = 0.2  # random tokens then give LRU hit rates of 37/66/87 % at 25/50/75 % residency
+    0.35  # LRU hit rates of 36/65/88 % at 25/50/75 % residency, as trained models' traces at the low end
+)
 WEIGHT_DEVIATION = 0.02
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -55,10 +58,19 @@ class Sizes:
             raise DataError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
 
 
-def build(out: Path, sizes: Sizes | None = None, *, seed: int = 0, dtype: str = "bfloat16") -> None:
+def build(
+    out: Path,
+    sizes: Sizes | None = None,
+    *,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    skew: float = DEFAULT_SKEW,
+) -> None:
     """Write model and tokenizer to `out`, replacing what an earlier call wrote there.
 
-    Raises DataError when `out` holds something else, or for a vocabulary smaller than the tokenizer's.
+    skew: share of an embedding's deviation that all tokens have in common; it makes some experts busier.
+    Raises DataError when `out` holds something else, for a skew outside 0 to 1, or for a vocabulary smaller
+    than the tokenizer's.
     """
     import torch
     from make_tiny_model import train_tokenizer
@@ -66,6 +78,8 @@ def build(out: Path, sizes: Sizes | None = None, *, seed: int = 0, dtype: str = 
     from transformers import GenerationConfig
 
     sizes = sizes or Sizes()
+    if not 0 <= skew < 1:
+        raise DataError(f"--skew {skew}: pass a number from 0 to below 1")
     tokenizer = train_tokenizer()
     if sizes.vocabulary < len(tokenizer):
         raise DataError(f"--vocabulary {sizes.vocabulary}: the tokenizer has {len(tokenizer)} tokens")
@@ -77,11 +91,12 @@ def build(out: Path, sizes: Sizes | None = None, *, seed: int = 0, dtype: str = 
     }
     generator = torch.Generator().manual_seed(seed)
     total, places = 0, {}
-    with built_whole(out, options(sizes, seed, dtype)) as folder:
+    with built_whole(out, options(sizes, seed, dtype, skew)) as folder:
         for number, shapes in enumerate(_shards(sizes), start=1):
             name = f"model-{number:05d}-of-{sizes.layers + 1:05d}.safetensors"
             tensors = {
-                key: _weight(key, shape, generator, getattr(torch, dtype)) for key, shape in shapes.items()
+                key: _weight(key, shape, generator, skew).to(getattr(torch, dtype))
+                for key, shape in shapes.items()
             }
             save_file(tensors, folder / name, metadata={"format": "pt"})
             total += sum(tensor.nbytes for tensor in tensors.values())
@@ -124,15 +139,16 @@ def _layer(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _weight(
-    key: str, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
-) -> torch.Tensor:
+def _weight(key: str, shape: tuple[int, ...], generator: torch.Generator, skew: float) -> torch.Tensor:
     import torch
 
     if len(shape) == 1:
-        return torch.ones(shape, dtype=dtype)
-    deviation = EMBEDDING_DEVIATION if "embed_tokens" in key else WEIGHT_DEVIATION
-    return torch.empty(shape).normal_(0.0, deviation, generator=generator).to(dtype)
+        return torch.ones(shape)
+    if "embed_tokens" not in key:
+        return torch.empty(shape).normal_(0.0, WEIGHT_DEVIATION, generator=generator)
+    own = torch.empty(shape).normal_(0.0, EMBEDDING_DEVIATION, generator=generator)
+    common = torch.empty(shape[1]).normal_(0.0, EMBEDDING_DEVIATION, generator=generator)
+    return own * (1 - skew**2) ** 0.5 + common * skew
 
 
 def _config(sizes: Sizes, dtype: str, special: dict[str, int | None]) -> PretrainedConfig:
@@ -159,13 +175,14 @@ def _config(sizes: Sizes, dtype: str, special: dict[str, int | None]) -> Pretrai
     )
 
 
-def options(sizes: Sizes, seed: int, dtype: str) -> dict[str, object]:
+def options(sizes: Sizes, seed: int, dtype: str, skew: float) -> dict[str, object]:
     """What the folder's contents depend on, as the marker records it."""
     return {
         "model": "bench qwen3_moe",
         "python": platform.python_version(),
         "seed": seed,
         "dtype": dtype,
+        "skew": skew,
     } | asdict(sizes)
 
 
@@ -179,10 +196,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for name, default in asdict(Sizes()).items():
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help="(default: %(default)s)"
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=default,
+            metavar="N",
+            help="(default: %(default)s)",
         )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+    parser.add_argument(
+        "--skew",
+        type=float,
+        default=DEFAULT_SKEW,
+        help="how unevenly experts are used, from 0 (as evenly as chance) to below 1 (default: %(default)s)",
+    )
     parser.add_argument("--force", action="store_true", help="build again even if the folder is complete")
     return parser
 
@@ -192,10 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
-        if is_built(args.out, options(sizes, args.seed, args.dtype)) and not args.force:
+        if is_built(args.out, options(sizes, args.seed, args.dtype, args.skew)) and not args.force:
             print(f"{args.out} is complete; build it again with --force")
             return 0
-        build(args.out, sizes, seed=args.seed, dtype=args.dtype)
+        build(args.out, sizes, seed=args.seed, dtype=args.dtype, skew=args.skew)
     except CoopError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
