@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("models/bench-moe")
 MAX_TOKENS = 8192
 EMBEDDING_DEVIATION = 1.0  # beside it what layers add is small, so a router sees which token it is
-DEFAULT_SKEW = 0.2  # random tokens then give LRU hit rates of 37/66/87 % at 25/50/75 % residency
-    0.35  # LRU hit rates of 36/65/88 % at 25/50/75 % residency, as trained models' traces at the low end
-)
+DEFAULT_SKEW = 0.2  # random tokens then hit an LRU of 25/50/75 % of the experts in 37/66/87 % of requests
 WEIGHT_DEVIATION = 0.02
 DTYPES = ("bfloat16", "float16", "float32")
 
