@@ -18,6 +18,7 @@ COMMANDS = {
     ),
     "profile": ("coop.profile", "show and plot the expert profile in a checkpoint"),
     "generate": ("infer.generate", "generate text with part of the experts in memory"),
+    "bench": ("infer.bench", "measure speed against memory, beside what people use today"),
 }
 
 

@@ -21,7 +21,12 @@ from coop.shards import TensorEntry, read_checkpoint_tensors
 
 FORMATS = ("bf16", "q4_0")
 EXPERT_NAMES = {
-    "qwen3_moe": ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    "qwen3_moe": (
+        "mlp.gate",
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    ),
     "mixtral": (
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{}.w1",

@@ -107,10 +107,10 @@ def _parents(root: Path) -> Iterator[tuple[Path, int]]:
     own = {"": "", "memory": ""}
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, place = line.split(":", 2)
+            _, controllers, name = line.split(":", 2)
             if controllers == "" or "memory" in controllers.split(","):
-                own["memory" if controllers else ""] = place.strip("/")
-    seen = []
+                own["memory" if controllers else ""] = name.strip("/")
+    seen: list[Path] = []
     for place in (root / "memory" / own["memory"], root / "memory"):
         if (place / "memory.limit_in_bytes").is_file() and place not in seen:
             seen.append(place)

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 CHUNK_BYTES = 2**30  # of a file that is mapped at a time while its pages are counted
@@ -43,14 +43,18 @@ def cached_bytes(paths: Iterable[Path]) -> int | None:
         return None
 
 
-def _cached_bytes(path: Path, mincore: ctypes._CFuncPtr) -> int:
+def _cached_bytes(path: Path, mincore: Callable[..., int]) -> int:
     size, pages = path.stat().st_size, 0
     with path.open("rb") as file:
         for start in range(0, size, CHUNK_BYTES):
             length = min(CHUNK_BYTES, size - start)
             # private and writable, so that its address can be taken; nothing is written
             with mmap.mmap(
-                file.fileno(), length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start
+                file.fileno(),
+                length,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=start,
             ) as view:
                 holder = ctypes.c_char.from_buffer(view)
                 marks = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()

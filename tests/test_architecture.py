@@ -30,7 +30,13 @@ HEAVY = frozenset(
         "gguf",
     ]
 )
-LIGHT_COMMANDS = ("coop/__main__.py", "coop/profile.py", "infer/generate.py", "train/finetune.py")
+LIGHT_COMMANDS = (
+    "coop/__main__.py",
+    "coop/profile.py",
+    "infer/bench.py",
+    "infer/generate.py",
+    "train/finetune.py",
+)
 UNSAFE_MODULES = frozenset(["pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"])
 
 
