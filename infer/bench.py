@@ -164,7 +164,8 @@ def _add_conditions(group: argparse._ArgumentGroup) -> None:
         "--memory-limit",
         default="auto",
         metavar="auto|none|BYTES",
-        help="auto: 1.25 x (dense weights + budget) below 100%%, and the baselines at the same (default: auto)",
+        help="auto: below 100%%, dense weights + budget + a quarter of that (at least 768 MiB) for the process; "
+        "baselines get the same limits (default: auto)",
     )
     group.add_argument(
         "--limit-seconds",
@@ -294,7 +295,7 @@ def _check_replay(options: Options, config: Any) -> None:
     from infer.replay import Trace
 
     trace = Trace.load(options.replay)
-    experts = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0))
+    experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
     trace.check(experts)
     _say("replay: " + trace.describe(config.num_hidden_layers, experts, config.num_experts_per_tok))
 

@@ -26,7 +26,8 @@ BASELINES = {
 INSTALLS = {"llamacpp": "pip install llama-cpp-python gguf"}
 GGUF_DTYPES = ("bf16", "q4_0")
 GGUF_FAMILIES = ("qwen3_moe", "mixtral")
-HEADROOM = 1.25  # of dense weights and budget: the process, activations, cached keys and values
+HEADROOM = 0.25  # of dense weights and budget, for activations, cached keys and values, and the page cache
+PROCESS_BYTES = 768 * 2**20  # and at least this: Python, torch and its threads take over half of it
 PACK_MANIFEST = "coop_pack.json"
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")
@@ -43,7 +44,8 @@ class Weights:
 
     def limit_bytes(self, fraction: float) -> int:
         """The memory that a process gets with `fraction` of the experts as its budget."""
-        return math.ceil((self.dense_bytes + fraction * self.expert_bytes) * HEADROOM)
+        weights_bytes = self.dense_bytes + fraction * self.expert_bytes
+        return math.ceil(weights_bytes + max(HEADROOM * weights_bytes, PROCESS_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
