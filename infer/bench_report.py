@@ -148,8 +148,8 @@ def _show(value: float | None, form: str, unit: float = 1) -> str:
 def plot(rows: Sequence[dict[str, Any]], path: Path, main: str, title: str) -> None:
     """Write a picture: `main` against memory for decode, against prompt length for prefill.
 
-    A line for each engine and dtype; where there is no limit, a point stands at the process's peak. A cross at
-    the foot marks a limit at which an arm was killed or failed.
+    A line for each engine and dtype; where there is no limit, a hollow point stands at the process's peak. A
+    cross at the foot marks a limit at which an arm was killed or failed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -198,37 +198,33 @@ def _style(number: int, name: str) -> dict[str, Any]:
 
 
 def _draw_decode(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    lines = _series(rows)
     rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"]]
-    foot = min(rates, default=1.0) * 0.55
-    for number, (name, members) in enumerate(lines.items()):
+    foot = min(rates, default=1.0)
+    for number, (name, members) in enumerate(_series(rows).items()):
         style = _style(number, name)
-        points = sorted(
-            ((_memory_gb(row), row) for row in members if row["tokens_per_s"]), key=lambda point: point[0]
-        )
-        if points:
-            x, y = [point[0] for point in points], [point[1]["tokens_per_s"] for point in points]
-            axes.plot(x, y, label=name, **style)
-            for place, row in points:
-                axes.vlines(place, *row["spread"], color=style["color"], linewidth=1.2, zorder=3)
-        crosses = [
-            row["memory_limit_bytes"] / 1e9 for row in members if row["error"] and row["memory_limit_bytes"]
-        ]
-        if crosses:
-            label = f"{name}: killed or failed" if points else f"{name} (killed or failed)"
-            height = foot * (1.14**number)  # crosses of several engines at one limit side by side
-            axes.scatter(
-                crosses,
-                [height] * len(crosses),
-                marker="x",
-                s=55,
-                color=style["color"],
-                label=label,
-                zorder=5,
-            )
-    axes.set_xlabel("memory limit, GB (without a limit: the process's peak)")
+        measured = sorted((row for row in members if row["tokens_per_s"]), key=_memory_gb)
+        axes.plot([_memory_gb(row) for row in measured], _rates(measured), label=name, **style)
+        free = [row for row in measured if not row["memory_limit_bytes"]]
+        hollow = style | {"markerfacecolor": "white", "markeredgewidth": 2, "linewidth": 0}
+        axes.plot([_memory_gb(row) for row in free], _rates(free), **hollow)
+        for row in measured:
+            axes.vlines(_memory_gb(row), *row["spread"], color=style["color"], linewidth=1.2, zorder=3)
+        crosses = [row["memory_limit_bytes"] / 1e9 for row in members if _is_killed(row)]
+        foot /= 1.3 if crosses else 1.0  # a line of its own for each engine: they meet at the same limits
+        axes.scatter(crosses, [foot] * len(crosses), marker="x", s=50, color=style["color"], zorder=5)
+    if any(_is_killed(row) for row in rows):
+        axes.scatter([], [], marker="x", s=50, color="#888888", label="killed or failed at this limit")
+    axes.set_xlabel("memory limit, GB (hollow: no limit, at the process's peak)")
     axes.set_ylabel("tokens per second, decode")
     axes.set_xlim(left=0)
+
+
+def _rates(rows: Sequence[dict[str, Any]]) -> list[float]:
+    return [row["tokens_per_s"] for row in rows]
+
+
+def _is_killed(row: dict[str, Any]) -> bool:
+    return bool(row["error"] and row["memory_limit_bytes"])
 
 
 def _memory_gb(row: dict[str, Any]) -> float:
