@@ -215,13 +215,13 @@ class CoopEngine(TorchEngine):
 
     def __init__(self, runtime: Any) -> None:
         super().__init__(runtime.model)
-        self._runtime = runtime
+        self.runtime = runtime
 
     def begin(self) -> None:
-        self._runtime.reset_stats()
+        self.runtime.reset_stats()
 
     def counts(self) -> dict[str, Any]:
-        stats = self._runtime.stats()
+        stats = self.runtime.stats()
         is_decode = bool(stats.hits_decode + stats.misses_decode)
         return {
             "hit_rate": stats.hit_rate_decode if is_decode else stats.hit_rate_prefill,
@@ -234,18 +234,19 @@ class CoopEngine(TorchEngine):
     def facts(self) -> dict[str, Any]:
         from coop.topology import hardware_fingerprint
 
-        plan = self._runtime.plan
+        plan = self.runtime.plan
         return {
             "budget_bytes": plan.budget_bytes,
             "dense_bytes": plan.dense_bytes,
-            "profile": self._runtime.profile_status,
+            "profile": self.runtime.profile_status,
             "disk_bytes_per_second": plan.topology.disk.bytes_per_second,
             "hardware": hardware_fingerprint(),
         }
 
 
 @contextlib.contextmanager
-def _coop(arm: Arm) -> Iterator[Engine]:
+def open_coop(arm: Arm) -> Iterator[CoopEngine]:
+    """coop at the arm's budget, closed when the block ends."""
     _settle_torch(arm)
     from coop.adapters.attach import attach
     from infer.replay import Replay, Trace
@@ -341,7 +342,7 @@ def _settle_torch(arm: Arm) -> Any:
 
 
 ENGINES: dict[str, Callable[[Arm], contextlib.AbstractContextManager[Engine]]] = {
-    "coop": _coop,
+    "coop": open_coop,
     "transformers": _transformers,
     "accelerate": _accelerate,
     "llamacpp": _llamacpp,

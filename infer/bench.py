@@ -8,8 +8,10 @@ or `coop bench decode`; `docs/performance.md` says what the figures mean.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
@@ -26,13 +28,15 @@ from coop.strategy import STRATEGIES, get_strategy
 from infer.contest import Arm, Contest
 from infer.limits import why_unlimited
 from infer.lineup import BASELINES, check_baselines, line_up
+from infer.timing import Timing
 
 if TYPE_CHECKING:
     from infer.lineup import Lineup
 
 EXIT_REFUSED, EXIT_INTERRUPTED = 2, 130
-MAIN = {"decode": "tokens_per_s", "prefill": "ttft_ms"}
-DEFAULT_PROMPTS = {"decode": "16", "prefill": "32,128,512,2048"}
+MAIN = {"decode": "tokens_per_s", "prefill": "ttft_ms", "profile-token": "tokens_per_s"}
+DEFAULT_PROMPTS = {"decode": "16", "prefill": "32,128,512,2048", "profile-token": "16"}
+DEFAULT_TOKENS = {"decode": 64, "prefill": 1, "profile-token": 64}
 PICTURE_ENDINGS = (".png", ".jpg", ".pdf", ".svg")
 PACKAGES = (
     "torch",
@@ -51,6 +55,7 @@ examples:
   python -m infer.bench decode --ckpt runs/demo
   python -m infer.bench decode --ckpt models/bench-moe --baseline transformers,accelerate,llamacpp --plot bench.png
   python -m infer.bench prefill --ckpt models/bench-moe --prompt-tokens 32,512 --budget 100%,50% --json prefill.json
+  python -m infer.bench profile-token --ckpt models/bench-moe --budget 50%
   python -m infer.bench decode --ckpt models/bench-moe --replay trace.npz --budget 50%,25%
 """
 
@@ -96,6 +101,12 @@ class Options:
         get_strategy(self.strategy)
         if self.plot_file is not None and self.plot_file.suffix.lower() not in PICTURE_ENDINGS:
             raise RequestError(f"--plot {self.plot_file}: a picture must end in {', '.join(PICTURE_ENDINGS)}")
+        if self.task == "profile-token" and (
+            self.baselines or self.packs or self.plot_file or self.tokens < 3
+        ):
+            raise RequestError(
+                "profile-token takes one --ckpt, no baselines and no plot, and 3 --tokens or more"
+            )
         if self.replay is not None and (self.task != "decode" or not self.replay.is_file()):
             raise RequestError(f"--replay {self.replay}: decode takes it, and it must be a file")
         for place in (self.json_file, self.plot_file):
@@ -116,7 +127,11 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("task", choices=tuple(MAIN), help="tokens per second, or time to the first token")
+    parser.add_argument(
+        "task",
+        choices=tuple(MAIN),
+        help="tokens per second; time to the first token; or where a token's time goes, at the first --budget",
+    )
     _add_subjects(parser.add_argument_group("what is measured"))
     _add_conditions(parser.add_argument_group("how"))
     out = parser.add_argument_group("what comes out")
@@ -194,7 +209,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         budgets=_split(given.budget),
         baselines=_split(given.baseline),
         prompt_tokens=_numbers(prompts),
-        tokens=given.tokens if given.tokens is not None else {"decode": 64, "prefill": 1}[given.task],
+        tokens=given.tokens if given.tokens is not None else DEFAULT_TOKENS[given.task],
         runs=given.runs,
         strategy=given.strategy,
         threads=given.threads if given.threads is not None else _cores(),
@@ -225,6 +240,8 @@ def _cores() -> int:
 
 def run(options: Options) -> int:
     """Measure, show, write. The exit code."""
+    if options.task == "profile-token":
+        return _profile_token(options)
     with tempfile.TemporaryDirectory(prefix="coop-gguf-") as temporary:
         gguf_dir = options.gguf_dir or Path(temporary)
         gguf_dir.mkdir(parents=True, exist_ok=True)
@@ -244,6 +261,29 @@ def run(options: Options) -> int:
     return EXIT_INTERRUPTED if is_interrupted else 0
 
 
+def _profile_token(options: Options) -> int:
+    """In this process: the clocks stand inside the engine."""
+    from rich.console import Console
+
+    from infer import arms, token_profile
+
+    template = _template(options, _config(options.ckpt))
+    arm = dataclasses.replace(template, budget=options.budgets[0], replay="")
+    with arms.open_coop(arm) as engine:
+        profile = token_profile.TokenProfile(engine.runtime.scheduler)
+        forever_s = math.inf
+        engine.run(*arms.token_ids(arm, arms.WARM_PROMPT, arms.WARM_TOKENS, is_warm_up=True), forever_s)
+        profile.begin()
+        started_s, times_s = engine.run(*arms.token_ids(arm, arm.prompt_tokens[0], arm.new_tokens), forever_s)
+    table_ms = profile.table_ms()
+    rate = Timing.of(started_s, times_s).tokens_per_s
+    Console().print(token_profile.render(table_ms, rate))
+    if options.json_file is not None:
+        document = {"parts": token_profile.PARTS, "layers_ms": table_ms.tolist(), "tokens_per_s": rate}
+        write_atomic(options.json_file, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    return 0
+
+
 def _line_up(options: Options, gguf_dir: Path) -> Lineup:
     memory_limit, reason = options.memory_limit, ""
     if memory_limit != "none":
@@ -252,6 +292,16 @@ def _line_up(options: Options, gguf_dir: Path) -> Lineup:
         _say(f"no memory limit is set for any arm: {reason}")
         memory_limit = "none"
     config = _config(options.ckpt)
+    template = _template(options, config)
+    _check_replay(options, config)
+    folders = (options.ckpt, *options.packs)
+    return line_up(
+        template, folders, options.budgets, options.baselines, memory_limit, config.model_type, gguf_dir
+    )
+
+
+def _template(options: Options, config: Any) -> Arm:
+    """What all arms share. RequestError for more tokens than the model can see."""
     template = Arm(
         engine="coop",
         path=str(options.ckpt),
@@ -268,11 +318,7 @@ def _line_up(options: Options, gguf_dir: Path) -> Lineup:
     longest = max(options.prompt_tokens) + options.tokens
     if longest > template.context:
         raise RequestError(f"{longest} tokens are more than the {template.context} that this model can see")
-    _check_replay(options, config)
-    folders = (options.ckpt, *options.packs)
-    return line_up(
-        template, folders, options.budgets, options.baselines, memory_limit, config.model_type, gguf_dir
-    )
+    return template
 
 
 def _config(folder: Path) -> Any:

@@ -341,3 +341,68 @@ def test_options_need_a_folder(tmp_path: Path) -> None:
 
 def vars_of(options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for name in Options.__dataclass_fields__}
+
+
+def test_a_replayed_comparison_names_its_trace_and_leaves_baselines_out(
+    moe_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = trace_file(tmp_path / "law.npz", np.tile([0, 1], (6, 3, 1)), 8), tmp_path / "rows.json"
+    given = ["decode", "--ckpt", str(moe_folder), "--budget", "50%", "--runs", "1", "--tokens", "10"]
+    given += ["--baseline", "transformers", "--replay", str(trace), "--memory-limit", "none"]
+    assert main([*given, "--json", str(out)]) == 0
+    row, absent = strict_json(out.read_text())["rows"]
+    assert row["replay"] == "law.npz"
+    config = json.loads((moe_folder / "config.json").read_text())
+    asked = (
+        2 * config["num_hidden_layers"]
+    )  # in each step, the same two of each layer, and so missed once at most
+    assert row["hits_decode"] + row["misses_decode"] == 9 * asked and row["misses_decode"] <= asked
+    assert absent["skipped"] == "--replay routes coop only"
+    assert "replay: layers 0 to" in capsys.readouterr().err
+
+
+def test_the_parts_of_a_token_add_up_to_the_token(moe_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "token.json"
+    given = [
+        "profile-token",
+        "--ckpt",
+        str(moe_folder),
+        "--budget",
+        "50%",
+        "--tokens",
+        "6",
+        "--json",
+        str(out),
+    ]
+    assert main(given) == 0
+    found = strict_json(out.read_text())
+    config = json.loads((moe_folder / "config.json").read_text())
+    table = np.array(found["layers_ms"])
+    assert table.shape == (config["num_hidden_layers"], len(found["parts"]))
+    assert (table >= 0).all() and table[:, found["parts"].index("kernel")].all()
+
+
+def test_the_parts_of_a_call_are_told_apart() -> None:
+    from types import SimpleNamespace
+
+    from infer.token_profile import PARTS, TokenProfile
+
+    waits = SimpleNamespace(total=0.0)
+    calendar = SimpleNamespace(record_compute=lambda layer, rows, seconds: None)
+
+    def execute(layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        waits.total += 2.0
+        calendar.record_compute(layer, 1, 3.0)
+        return hidden
+
+    scheduler = SimpleNamespace(
+        execute=execute, calendar=calendar, geometry=(0, 0), counters=SimpleNamespace(waits=waits)
+    )
+    profile = TokenProfile(scheduler)
+    one = torch.zeros(1, 1)
+    for _ in range(3):
+        for layer in range(2):
+            scheduler.execute(layer, one, one, one)
+    scheduler.execute(0, torch.zeros(2, 1), one, one)  # a prompt is not counted
+    table = dict(zip(PARTS, profile.table_ms().T.tolist(), strict=True))
+    assert table["wait"] == [2000.0, 2000.0] and table["kernel"] == [3000.0, 3000.0]
