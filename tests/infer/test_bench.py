@@ -346,17 +346,16 @@ def vars_of(options: Options) -> dict[str, Any]:
 def test_a_replayed_comparison_names_its_trace_and_leaves_baselines_out(
     moe_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace, out = trace_file(tmp_path / "law.npz", np.tile([0, 1], (6, 3, 1)), 8), tmp_path / "rows.json"
-    given = ["decode", "--ckpt", str(moe_folder), "--budget", "50%", "--runs", "1", "--tokens", "10"]
+    trace, out = trace_file(tmp_path / "law.npz", np.zeros((6, 3, 1)), 8), tmp_path / "rows.json"
+    given = ["decode", "--ckpt", str(moe_folder), "--budget", "50%", "--runs", "1", "--tokens", "5"]
     given += ["--baseline", "transformers", "--replay", str(trace), "--memory-limit", "none"]
     assert main([*given, "--json", str(out)]) == 0
     row, absent = strict_json(out.read_text())["rows"]
     assert row["replay"] == "law.npz"
     config = json.loads((moe_folder / "config.json").read_text())
-    asked = (
-        2 * config["num_hidden_layers"]
-    )  # in each step, the same two of each layer, and so missed once at most
-    assert row["hits_decode"] + row["misses_decode"] == 9 * asked and row["misses_decode"] <= asked
+    assert (
+        row["hits_decode"] + row["misses_decode"] == 4 * config["num_hidden_layers"]
+    )  # one a layer, as traced
     assert absent["skipped"] == "--replay routes coop only"
     assert "replay: layers 0 to" in capsys.readouterr().err
 
