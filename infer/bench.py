@@ -2,7 +2,7 @@
 
 Owns the command line; promises that what was measured before an interruption is shown, that a baseline that
 cannot run is named, and that figures are medians of fresh processes. Run as `python -m infer.bench decode`
-or `coop bench decode`; `docs/performance.md` says what the figures mean.
+or `coop bench decode`.
 """
 
 from __future__ import annotations

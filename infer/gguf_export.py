@@ -18,8 +18,8 @@ import torch
 
 from coop.errors import CheckpointError
 from coop.shards import TensorEntry, read_checkpoint_tensors
+from infer.lineup import GGUF_DTYPES
 
-FORMATS = ("bf16", "q4_0")
 EXPERT_NAMES = {
     "qwen3_moe": (
         "mlp.gate",
@@ -34,7 +34,6 @@ EXPERT_NAMES = {
         "block_sparse_moe.experts.{}.w2",
     ),
 }
-FAMILIES = tuple(EXPERT_NAMES)
 ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
@@ -56,7 +55,7 @@ class Target:
 
 def export(folder: Path, out: Path, kind: str) -> None:
     """Write `out`, a GGUF file of `kind` bf16 or q4_0. CheckpointError for a model that llama.cpp reads otherwise."""
-    assert kind in FORMATS
+    assert kind in GGUF_DTYPES
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as work:
         whole = Path(work) / "bf16.gguf"
         source = out.with_name(out.name.replace("q4_0", "bf16"))
@@ -114,9 +113,9 @@ def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in EXPERT_NAMES:
         raise CheckpointError(
-            f"{folder}: the GGUF writer knows {', '.join(FAMILIES)}, not {config.model_type}"
+            f"{folder}: the GGUF writer knows {', '.join(EXPERT_NAMES)}, not {config.model_type}"
         )
     rope = config.rope_parameters
     others = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,8 @@ def line_up(
         for budget in budgets:
             lineup.arms.append(_coop_arm(template, weights, budget, memory_limit))
     source = str(folders[0])
-    limits = sorted({arm.memory_bytes for arm in lineup.arms if arm.path == source and arm.memory_bytes})
-    if memory_limit in ("auto", "none"):
-        limits = [0, *reversed(limits)]
+    limits = _limits(lineup.arms, [source], memory_limit)
+    every_limit = _limits(lineup.arms, [arm.path for arm in lineup.arms], memory_limit)
     for name in baselines:
         missing = [package for package in BASELINES[name] if importlib.util.find_spec(package) is None]
         if missing:
@@ -127,10 +126,19 @@ def line_up(
         elif template.replay:
             lineup.absent.append(Absent(name, "", "--replay routes coop only"))
         elif name == "llamacpp":
-            _add_llamacpp(lineup, template, Path(source), limits, family, gguf_dir)
+            by_dtype = {"bf16": limits, "q4_0": every_limit}  # 4 bits meet packs at the packs' limits too
+            _add_llamacpp(lineup, template, Path(source), by_dtype, family, gguf_dir)
         else:
             _add_torch(lineup, replace(template, engine=name, path=source), limits)
     return lineup
+
+
+def _limits(arms: Sequence[Arm], paths: Sequence[str], memory_limit: str) -> list[int]:
+    """The limits of the arms on `paths`, falling; 0, for none, comes first unless one limit holds for all."""
+    limits = sorted(
+        {arm.memory_bytes for arm in arms if arm.path in paths and arm.memory_bytes}, reverse=True
+    )
+    return [0, *limits] if memory_limit in ("auto", "none") else limits
 
 
 def _coop_arm(template: Arm, weights: Weights, budget: str, memory_limit: str) -> Arm:
@@ -166,7 +174,12 @@ def _add_torch(lineup: Lineup, arm: Arm, limits: Sequence[int]) -> None:
 
 
 def _add_llamacpp(
-    lineup: Lineup, template: Arm, source: Path, limits: Sequence[int], family: str, gguf_dir: Path
+    lineup: Lineup,
+    template: Arm,
+    source: Path,
+    limits: Mapping[str, Sequence[int]],
+    family: str,
+    gguf_dir: Path,
 ) -> None:
     if family not in GGUF_FAMILIES:
         known = ", ".join(GGUF_FAMILIES)
@@ -177,7 +190,7 @@ def _add_llamacpp(
         arm = replace(template, engine="gguf", path=str(path), source=str(source), dtype=dtype)
         if not path.is_file() or path.stat().st_mtime < _newest(source):
             lineup.preparations.append(arm)
-        lineup.arms += [replace(arm, engine="llamacpp", memory_bytes=limit) for limit in limits]
+        lineup.arms += [replace(arm, engine="llamacpp", memory_bytes=limit) for limit in limits[dtype]]
 
 
 def _newest(folder: Path) -> float:

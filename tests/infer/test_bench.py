@@ -24,7 +24,7 @@ from infer import bench_report
 from infer.bench import Options, main, parse_options
 from infer.contest import Arm, Contest, Outcome, alternating, measure
 from infer.limits import memory_group, why_unlimited
-from infer.lineup import Absent, Lineup, Weights, line_up, weights_of
+from infer.lineup import GGUF_FAMILIES, Absent, Lineup, Weights, line_up, weights_of
 from infer.pagecache import cached_bytes, drop, weight_files
 from infer.replay import Replay, Trace
 from tests.infer.models import strict_json
@@ -150,6 +150,29 @@ def test_a_family_that_the_gguf_writer_does_not_know_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     lineup = lined_up(moe_folder, ("llamacpp",), tmp_path, family="olmoe")
     assert "not olmoe" in lineup.absent[0].reason and not lineup.preparations
+
+
+def test_four_bits_are_measured_at_the_limits_of_packs_too(
+    moe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    (pack / "coop_pack.json").write_text('{"dtype": "int4", "dense_sha256": {"model.safetensors": ""}}')
+    (pack / "model.safetensors").write_bytes(b"x" * 1000)
+    (pack / "experts-00001-of-00001.safetensors").write_bytes(b"x" * 500)
+    template = Arm(engine="coop", path=str(moe_folder))
+    folders, budgets = (moe_folder, pack), ("100%", "50%")
+    lineup = line_up(template, folders, budgets, ("llamacpp",), "auto", "qwen3_moe", tmp_path)
+    assert [(arm.path, arm.dtype) for arm in lineup.preparations] == [
+        (str(tmp_path / "moe-bf16.gguf"), "bf16"),
+        (str(tmp_path / "moe-q4_0.gguf"), "q4_0"),
+    ]
+    limits = {
+        dtype: [arm.memory_bytes for arm in lineup.arms if arm.dtype == dtype] for dtype in ("bf16", "q4_0")
+    }
+    own, packed = weights_of(moe_folder).limit_bytes(0.5), 1000 + 250 + 768 * 2**20
+    assert limits == {"bf16": [0, own], "q4_0": [0, own, packed]}
 
 
 def test_arms_alternate_so_that_none_is_always_first() -> None:
@@ -289,6 +312,7 @@ def test_the_gguf_file_has_the_models_metadata_and_its_weights_bit_for_bit(
     from infer.gguf_export import EXPERT_NAMES, export
     from tests.families import build_family
 
+    assert set(GGUF_FAMILIES) == set(EXPERT_NAMES)
     build_family(tmp_path / "m", family)
     export(tmp_path / "m", tmp_path / "m.gguf", "bf16")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
