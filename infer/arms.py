@@ -190,7 +190,8 @@ class _Clock:
 
     def is_over(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """[1], true when to stop."""
-        is_late = time.perf_counter() > self._until_s and len(self.times_s) >= LEAST_TOKENS
+        new_tokens = input_ids.shape[1] - self._prompt_tokens
+        is_late = time.perf_counter() > self._until_s and new_tokens >= LEAST_TOKENS
         return input_ids.new_full((1,), is_late, dtype=bool_type())
 
     def put(self, value: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from coop.adapters.attach import attach
 from coop.errors import CheckpointError, DataError, RequestError
-from infer import bench_report
+from infer import arms, bench_report, contest
 from infer.bench import Options, main, parse_options
 from infer.contest import Arm, Contest, Outcome, alternating, measure
 from infer.limits import memory_group, why_unlimited
@@ -429,3 +429,63 @@ def test_the_parts_of_a_call_are_told_apart() -> None:
     scheduler.execute(0, torch.zeros(2, 1), one, one)  # a prompt is not counted
     table = dict(zip(PARTS, profile.table_ms().T.tolist(), strict=True))
     assert table["wait"] == [2000.0, 2000.0] and table["kernel"] == [3000.0, 3000.0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+def test_llama_cpp_picks_the_tokens_that_transformers_picks(family: str, tmp_path: Path) -> None:
+    from llama_cpp import Llama
+    from transformers import AutoModelForCausalLM
+
+    from infer.gguf_export import export
+    from tests.families import build_family
+
+    build_family(tmp_path / "m", family)
+    export(tmp_path / "m", tmp_path / "m.gguf", "bf16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    ids = np.random.default_rng(0).integers(3, model.config.vocab_size, 24).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    llama = Llama(str(tmp_path / "m.gguf"), n_ctx=32, n_threads=1, logits_all=True, verbose=False)
+    try:
+        llama.eval(ids)
+        logits = np.array(llama.scores[: len(ids)])
+    finally:
+        llama.close()
+    # it computes in bfloat16 or less, so a router may flip a pair of experts; a wrong layout agrees nowhere
+    assert (logits.argmax(1) == expected.argmax(1)).mean() > 0.8
+
+
+def test_an_arm_that_hangs_is_ended_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_patience_seconds", lambda arm: 0.3)
+    found = measure(Arm(engine="coop", path=str(tmp_path)), stub("import time; time.sleep(60)  # STUB"))
+    assert found["error"].startswith("gave no answer within")
+
+
+def test_a_generation_over_its_time_stops_after_four_tokens(moe_folder: Path) -> None:
+    arm = Arm(engine="coop", path=str(moe_folder), budget="100%", vocabulary=200)
+    with arms.open_coop(arm) as engine:
+        _, whole = engine.run([5, 6, 7], list(range(10, 20)), time.perf_counter() + 600)
+        _, cut = engine.run([5, 6, 7], list(range(10, 20)), 0.0)
+    assert (len(whole), len(cut)) == (10, 4)
+
+
+def test_the_model_is_fed_the_tokens_that_every_engine_is_fed(moe_folder: Path) -> None:
+    arm = Arm(engine="coop", path=str(moe_folder), budget="100%", vocabulary=200)
+    fed: list[int] = []
+    with arms.open_coop(arm) as engine:
+        model = engine.runtime.model
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: fed.extend(kwargs["input_ids"][0].tolist()), with_kwargs=True
+        )
+        engine.run([5, 6, 7], [11, 2, 13, 14], time.perf_counter() + 600)  # 2 ends a text, and must not here
+    assert fed == [5, 6, 7, 11, 2, 13]
+
+
+def test_warm_up_and_measurement_use_other_tokens_and_every_arm_the_same() -> None:
+    arm = Arm(engine="coop", path="a", vocabulary=1000, seed=3)
+    other = Arm(engine="llamacpp", path="b", vocabulary=1000, seed=3)
+    assert arms.token_ids(arm, 16, 8) == arms.token_ids(other, 16, 8)
+    assert arms.token_ids(arm, 16, 8) != arms.token_ids(arm, 16, 8, is_warm_up=True)
+    prompt, following = arms.token_ids(arm, 16, 8)
+    assert (len(prompt), len(following)) == (16, 8)
