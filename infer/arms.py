@@ -22,7 +22,7 @@ from coop.errors import CoopError
 from coop.files import write_atomic
 from infer.contest import Arm
 from infer.pagecache import cached_bytes, weight_files
-from infer.timing import Timing, peak_rss_bytes
+from infer.timing import Timing, peak_rss_bytes, rss_bytes
 
 WARM_PROMPT, WARM_TOKENS = 256, 8  # enough to touch nearly every expert once, and the decode path
 LEAST_TOKENS = 4  # a time limit never cuts a run shorter
@@ -80,6 +80,7 @@ def measure(
             "samples": samples,
             "load_seconds": loaded_s,
             "peak_bytes": peak_rss_bytes(),
+            "rss_bytes": rss_bytes(),
             "page_cache_grew_bytes": None if cached is None or after is None else after - cached,
             "facts": engine.facts(),
         }

@@ -25,7 +25,7 @@ MEDIANS = (
 )
 KEYS = (
     "engine", "dtype", "budget_fraction", "memory_limit_bytes", "prompt_tokens", "new_tokens", *MEDIANS,
-    "spread", "runs", "peak_bytes", "group_peak_bytes", "page_cache_grew_bytes", "load_seconds",
+    "spread", "runs", "peak_bytes", "rss_bytes", "group_peak_bytes", "page_cache_grew_bytes", "load_seconds",
     "hits_decode", "misses_decode", "is_cut", "seed", "strategy", "replay", "path", "error", "skipped",
 )  # fmt: skip
 COLOURS = ("#0b6e4f", "#c1292e", "#1f5fa8", "#d98324", "#6a4c93", "#555555")
@@ -78,6 +78,7 @@ def _numbers(found: Sequence[dict[str, Any]], place: int, main: str) -> dict[str
         "prompt_tokens": samples[0]["prompt_tokens"],
         "is_cut": any(sample["is_cut"] for sample in samples),
         "peak_bytes": max(one["peak_bytes"] for one in found),
+        "rss_bytes": _median(found, "rss_bytes"),
         "group_peak_bytes": _largest(found, "group_peak_bytes"),
         "page_cache_grew_bytes": _median(found, "page_cache_grew_bytes"),
         "load_seconds": _median(found, "load_seconds"),
@@ -153,6 +154,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, main: str, title: str) -> N
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(8.6, 4.9), layout="constrained")
     FigureCanvasAgg(figure)
@@ -167,6 +169,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, main: str, title: str) -> N
     axes.grid(True, which="minor", axis="y", color="#f0f0f0", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(_plain)
     axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
