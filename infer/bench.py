@@ -93,6 +93,10 @@ class Options:
             raise RequestError(f"--threads {self.threads}: pass {MAX_THREADS} or fewer")
         if not self.budgets or not self.prompt_tokens or min(self.prompt_tokens) < 1:
             raise RequestError("--budget and --prompt-tokens take one or more, such as 100%,50% and 32,128")
+        if any(budget.strip().lower() == "auto" for budget in self.budgets):
+            raise RequestError(
+                "--budget auto depends on what is free: pass shares or sizes, such as 50% or 6GiB"
+            )
         if not 0 < self.limit_seconds < 10**6:
             raise RequestError(f"--limit-seconds {self.limit_seconds}: pass seconds above 0, such as 300")
         if self.memory_limit not in ("auto", "none") and not self.memory_limit.isdecimal():
@@ -324,6 +328,10 @@ def _template(options: Options, config: Any) -> Arm:
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is an adapter: pass a full checkpoint, or a pack that was made of it"
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as exc:

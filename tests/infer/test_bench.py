@@ -99,6 +99,7 @@ def test_an_unknown_baseline_is_refused_with_the_names_that_exist(
     ("given", "said"),
     [
         (["--runs", "0"], "--runs 0: pass 1 or more"),
+        (["--budget", "50%,auto"], "--budget auto depends on what is free"),
         (["--budget", ","], "--budget and --prompt-tokens take one or more"),
         (["--prompt-tokens", "many"], "--prompt-tokens many: pass whole numbers"),
         (["--memory-limit", "half"], "--memory-limit half: pass auto, none or bytes"),
@@ -110,6 +111,13 @@ def test_an_unknown_baseline_is_refused_with_the_names_that_exist(
 def test_what_cannot_be_meant_is_refused(moe_folder: Path, given: list[str], said: str) -> None:
     with pytest.raises(Exception, match=said.replace("%", ".")):
         parse_options(["decode", "--ckpt", str(moe_folder), *given])
+
+
+def test_an_adapter_is_refused_with_what_to_pass(
+    adapter_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["decode", "--ckpt", str(adapter_folder), "--memory-limit", "none"]) == 2
+    assert "is an adapter: pass a full checkpoint, or a pack that was made of it" in capsys.readouterr().err
 
 
 def lined_up(folder: Path, baselines: tuple[str, ...], tmp_path: Path, **others: Any) -> Lineup:
