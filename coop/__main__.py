@@ -19,6 +19,7 @@ COMMANDS = {
     "profile": ("coop.profile", "show and plot the expert profile in a checkpoint"),
     "pack": ("coop.pack", "rewrite a checkpoint so that each expert is one read, quantised if wanted"),
     "generate": ("infer.generate", "generate text with part of the experts in memory"),
+    "bench": ("infer.bench", "measure speed against memory, beside what people use today"),
 }
 
 

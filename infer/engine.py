@@ -6,19 +6,17 @@ Called by `infer.generate` (and by whatever serves or measures a runtime later).
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from coop.errors import CheckpointError, NumberError, RequestError
+from infer.timing import Timing
 
 
 class Stats(Protocol):
@@ -80,33 +78,6 @@ class Sampling:
         if self.is_greedy:
             return common | {"do_sample": False, "temperature": 1.0, "top_p": 1.0}
         return common | {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """Wall-clock of one generation: to the first token, then between tokens. NaN where there was none."""
-
-    ttft_ms: float
-    tokens_per_s: float
-    token_ms_p50: float
-    token_ms_p99: float
-
-    @classmethod
-    def of(cls, started_s: float, token_times_s: list[float]) -> Timing:
-        """`token_times_s` on the clock of `started_s`. Tokens per second count the tokens after the first."""
-        if not token_times_s:
-            return cls(ttft_ms=math.nan, tokens_per_s=math.nan, token_ms_p50=math.nan, token_ms_p99=math.nan)
-        ttft_ms = (token_times_s[0] - started_s) * 1e3
-        gaps_ms = np.diff(np.asarray(token_times_s)) * 1e3  # [new_tokens - 1]
-        if gaps_ms.size == 0 or gaps_ms.sum() <= 0:
-            return cls(ttft_ms=ttft_ms, tokens_per_s=math.nan, token_ms_p50=math.nan, token_ms_p99=math.nan)
-        p50, p99 = np.percentile(gaps_ms, [50, 99])
-        return cls(
-            ttft_ms=ttft_ms,
-            tokens_per_s=float(gaps_ms.size / gaps_ms.sum() * 1e3),
-            token_ms_p50=float(p50),
-            token_ms_p99=float(p99),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,15 +265,3 @@ def first_difference(one: Generation, other: Generation) -> str:
     if len(one.token_ids) != len(other.token_ids):
         return f"{len(one.token_ids)} tokens and then {len(other.token_ids)}"
     return ""
-
-
-def peak_rss_bytes() -> int:
-    """The most memory this process has had resident, in bytes."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

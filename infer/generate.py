@@ -164,7 +164,7 @@ class Report:
 
     @classmethod
     def of(cls, generation: Generation, runtime: Runtime, strategy: str) -> Report:
-        from infer.engine import peak_rss_bytes
+        from infer.timing import peak_rss_bytes
 
         stats = runtime.stats()
         return cls(

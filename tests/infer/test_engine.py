@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from coop.errors import CheckpointError, NumberError, RequestError
 from infer import engine
-from infer.engine import Generation, Sampling, TimedStreamer, Timing, refuse_bad_numbers
+from infer.engine import Generation, Sampling, TimedStreamer, refuse_bad_numbers
+from infer.timing import Timing, peak_rss_bytes
 from tests.infer.models import byte_tokenizer, dense_model
 
 TOKENIZER = byte_tokenizer()
@@ -145,7 +146,7 @@ def test_a_shorter_run_is_a_difference() -> None:
 
 
 def test_peak_memory_of_this_process_is_a_plausible_number() -> None:
-    assert 2**24 < engine.peak_rss_bytes() < 2**40
+    assert 2**24 < peak_rss_bytes() < 2**40
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
