@@ -52,7 +52,7 @@ from coop.pack_image import Images
 from coop.pack_journal import Journal
 from coop.plan import format_bytes
 from coop.profile import Profile
-from coop.store import ExpertStore, bytes_of
+from coop.store import ExpertStore, bytes_of, stamp_of
 
 SYNC_BYTES = 2**28  # an interrupted run does at most this much again
 SPARE_BYTES = 2**26  # for the small files, and so that the disk is not filled to the last block
@@ -126,9 +126,11 @@ class Packer:
         source_dtype = served_dtype("auto", config, checkpoint.weights)
         # codes are chosen from the weights as they are, not from their roundings
         work = source_dtype if request.kind in BITS else torch.bfloat16
+        stamps = {path: stamp_of(path.stat()) for path in weight_paths(checkpoint)}
         store = open_store(checkpoint, config, work)
         try:
             dense = load_dense(checkpoint, config, torch.bfloat16)
+            store.check_unchanged(stamps)
             profile, status = load_profile(checkpoint, dense, True)
             if request.order == "profile" and profile is None:
                 raise RequestError(f"--order profile: there is none to order by ({status})")

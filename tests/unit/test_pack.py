@@ -305,6 +305,22 @@ def test_a_weight_that_is_not_finite_is_not_quantised(tmp_path: Path) -> None:
         pack(tmp_path / "plain", tmp_path / "pack", "int8")
 
 
+def test_a_source_that_is_replaced_while_it_is_opened_is_not_mixed(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = packing.load_dense
+
+    def replaced(*arguments: Any) -> Any:
+        data = (plain / "model.safetensors").read_bytes()
+        (plain / "new").write_bytes(data)
+        (plain / "new").rename(plain / "model.safetensors")
+        return load(*arguments)
+
+    monkeypatch.setattr(packing, "load_dense", replaced)
+    with pytest.raises(StoreError, match="changed while it was being opened"):
+        pack(plain, tmp_path / "pack")
+
+
 # going on
 
 
