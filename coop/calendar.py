@@ -41,8 +41,8 @@ class Calendar:
         self._read_share = _Mean()  # of a load's time
         self._lock = threading.Lock()  # loads are recorded from loader threads
 
-    def record_compute(self, layer: int, rows: int, seconds: float) -> None:
-        """One expert of `layer` computed `rows` rows."""
+    def record_compute(self, layer: int, rows: int, seconds: float, experts: int = 1) -> None:
+        """`experts` of `layer` computed about `rows` rows each, in `seconds` each."""
         self._compute[layer][_bucket(rows)].add(seconds * 1e3)
 
     def record_between(self, layer: int, seconds: float) -> None:

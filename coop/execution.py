@@ -7,6 +7,8 @@ every family's arithmetic is its own; compiled kernels take the products of few 
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +17,12 @@ import torch
 from torch import nn
 
 from coop import kernels
-from coop.store import Slot
-
 from coop.quantise import dequantise
+from coop.store import Slot
 
 Weights = Mapping[str, torch.Tensor]
 SCALE = "_scale"
+_memory = threading.local()
 
 
 def run_decode(
@@ -123,15 +125,34 @@ def _project(
     is_transposed: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    scales = weights.get(f"{name}_scale")
-    if scales is not None:  # quantised weights are output-major in every class
-        weight = dequantise(weights[name], scales, rows.shape[1], rows.dtype).t()
+    if name + SCALE in weights:  # quantised weights are output-major in every class
+        weight = _dequantised(weights[name], weights[name + SCALE], rows).t()
     else:
         weight = weights[name] if is_transposed else weights[name].t()  # [in, out]
     product = torch.mm(rows, weight, out=out)
     bias = weights.get(f"{name}_bias")
     # added after rounding, as transformers' grouped path does: the sum then has its bits
     return product if bias is None else product.add_(bias)
+
+
+def _dequantised(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[out, in] in the type of the rows, valid until this thread asks for the next."""
+    library, _ = kernels.load()
+    if library is None or not kernels.takes(rows):
+        return dequantise(codes, scales, rows.shape[1], rows.dtype)
+    shape = (codes.shape[0], rows.shape[1])
+    output = _scratch(math.prod(shape) * rows.element_size()).view(rows.dtype).view(shape)
+    library.dequantise(codes, scales, output)
+    return output
+
+
+def _scratch(nbytes: int) -> torch.Tensor:
+    """Memory of this thread, uint8 [nbytes]: a new block for each expert of a prompt would stay with the allocator."""
+    memory: torch.Tensor | None = getattr(_memory, "block", None)
+    if memory is None or memory.numel() < nbytes:
+        with torch.inference_mode(False):
+            memory = _memory.block = torch.empty(nbytes, dtype=torch.uint8)
+    return memory[:nbytes]
 
 
 def _pair_of(experts: Any, slot: Slot, dtype: torch.dtype) -> Any:

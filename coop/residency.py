@@ -112,6 +112,25 @@ class Residency:
             self._check_open()
             return [self._lease(e) for e in experts if self._state[e] == RESIDENT]
 
+    def lease_all(self, layer: int, experts: list[int]) -> list[Lease]:
+        """Lease distinct experts of a layer if every one is resident, or none of them. Pair with `release_all`."""
+        with self.changed:
+            self._check_open()
+            if (self._state[layer, experts] != RESIDENT).any():
+                return []
+            self._leases[layer, experts] += 1
+            self._is_guess[layer, experts] = False  # somebody asked for it: no waste any more
+            slots = [(ExpertId(layer, expert), self._slots[layer, expert]) for expert in experts]  # type: ignore[index]
+            return [Lease(expert, slot, slot.generation) for expert, slot in slots]
+
+    def release_all(self, layer: int, experts: list[int]) -> None:
+        """Give back one lease of each."""
+        with self.changed:
+            assert (self._leases[layer, experts] > 0).all(), f"layer {layer} released more often than leased"
+            self._leases[layer, experts] -= 1
+            self._settle()
+            self.changed.notify_all()
+
     def hold(self, expert: ExpertId) -> bool:
         """Lease an expert whose load is under way, so that it stays once it has arrived; False if none is."""
         with self.changed:

@@ -334,6 +334,8 @@ class Scheduler:
     def _run_units(self, layer: int, flow: Flow, ids: np.ndarray) -> None:
         """L3 lease, L3 prefetch, L1 run: ready units first, the others as their weights arrive."""
         self.forecast.observe(layer, ids)
+        if flow.is_compact and self._run_at_once(layer, flow):
+            return
         slices = Counter(unit.expert for unit in flow.units)  # left to run, by expert
         with self._demand(list(slices)) as demand:
             demand.request()
@@ -347,13 +349,27 @@ class Scheduler:
                     demand.wait(for_ring=bool(ready))
                     demand.request()
                     continue
-                self._run(batch, flow, demand)
+                self._run(batch, flow, [demand.lease(unit.expert) for unit in batch])
                 slices.subtract(unit.expert for unit in batch)
                 ended = [expert for expert in {unit.expert for unit in batch} if not slices[expert]]
                 for expert in ended:
                     del slices[expert]
                 demand.release(*ended)
                 demand.request()
+
+    def _run_at_once(self, layer: int, flow: Flow) -> bool:
+        """A decode step whose experts are all resident, as most are: one lease, one launch; False if one is missing."""
+        chosen = [unit.expert.expert for unit in flow.units]
+        leases = self.residency.lease_all(layer, chosen)
+        if not leases:
+            return False
+        try:
+            self._count(len(leases), 0)
+            self._prefetch(layer, len(leases), flow.units[0].rows)
+            self._run(flow.units, flow, leases)
+        finally:
+            self.residency.release_all(layer, chosen)
+        return True
 
     def _demand(self, experts: Sequence[ExpertId]) -> Demand:
         """L3: hits are leased at once, so that making room for a miss cannot evict them."""
@@ -366,13 +382,16 @@ class Scheduler:
             self._streams if self.is_prefill else UNLIMITED,
             self._check_waiting,
         )
-        if self.is_prefill:
-            self.counters.hits_prefill += demand.hits
-            self.counters.misses_prefill += demand.misses
-        else:
-            self.counters.hits_decode += demand.hits
-            self.counters.misses_decode += demand.misses
+        self._count(demand.hits, demand.misses)
         return demand
+
+    def _count(self, hits: int, misses: int) -> None:
+        if self.is_prefill:
+            self.counters.hits_prefill += hits
+            self.counters.misses_prefill += misses
+        else:
+            self.counters.hits_decode += hits
+            self.counters.misses_decode += misses
 
     def _prefetch(self, layer: int, experts: int, rows: int) -> None:
         """L3: name the experts that the next layer will likely want, as many as the gap before it can hide."""
@@ -425,11 +444,10 @@ class Scheduler:
         ready.remove(best)
         return [best]
 
-    def _run(self, batch: list[CTU], flow: Flow, demand: Demand) -> None:
+    def _run(self, batch: Sequence[CTU], flow: Flow, leases: Sequence[Lease]) -> None:
         """L1: units whose weights are here, each into its segment of the ring, and into the sum when it is its turn."""
         began = time.perf_counter()
         module = self._experts[batch[0].expert.layer].module
-        leases = [demand.lease(unit.expert) for unit in batch]
         slots = [lease.memory for lease in leases]
         if flow.is_compact:
             spans = [edge for unit in batch for edge in (unit.start, unit.stop)]
@@ -449,9 +467,9 @@ class Scheduler:
                 self._launch_reading(leases, lambda: run_prefill(module, slots[0].weights, rows, out))
         seconds = (time.perf_counter() - began) / len(batch)
         if self._device.memory is Memory.HOST:  # elsewhere this was the time to launch
-            self.calendar.record_compute(batch[0].expert.layer, batch[0].rows, seconds)
-        for unit in batch:
-            flow.add(unit)
+            self.calendar.record_compute(batch[0].expert.layer, batch[0].rows, seconds, len(batch))
+        if not flow.is_compact:
+            flow.add(batch[0])
 
     def _launch_reading(self, leases: Sequence[Lease], work: Any) -> None:
         self._device.launch(work, [lease.slot.buffer for lease in leases])

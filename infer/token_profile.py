@@ -39,10 +39,10 @@ class TokenProfile:
         """Count from here."""
         self.seconds.clear()
 
-    def record_compute(self, layer: int, rows: int, seconds: float) -> None:
+    def record_compute(self, layer: int, rows: int, seconds: float, experts: int = 1) -> None:
         """What the scheduler tells its calendar."""
-        self._kernel_s += seconds
-        self._record_compute(layer, rows, seconds)
+        self._kernel_s += seconds * experts
+        self._record_compute(layer, rows, seconds, experts)
 
     def execute(
         self, layer: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor

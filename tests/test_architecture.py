@@ -32,14 +32,9 @@ HEAVY = frozenset(
 )
 LIGHT_COMMANDS = (
     "coop/__main__.py",
-LIGHT_COMMANDS = (
-    "coop/__main__.py",
     "coop/pack.py",
     "coop/profile.py",
     "infer/bench.py",
-    "infer/generate.py",
-    "train/finetune.py",
-)
     "infer/generate.py",
     "train/finetune.py",
 )

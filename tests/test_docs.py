@@ -43,7 +43,9 @@ def files_in_tree() -> set[str]:
         for folder, folders, names in os.walk(ROOT / room):
             folders[:] = [name for name in folders if not name.startswith((".", "__"))]
             place = Path(folder).relative_to(ROOT)
-            kept = (n for n in names if n not in NOT_MAPPED and not n.startswith(".") and not n.endswith(".so"))
+            kept = (
+                n for n in names if n not in NOT_MAPPED and not n.startswith(".") and not n.endswith(".so")
+            )
             found |= {(place / name).as_posix() for name in kept}
     return found | {"pyproject.toml", "constraints-ci.txt", ".ci/run"}
 

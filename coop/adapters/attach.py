@@ -28,6 +28,7 @@ from coop.adapters.transformers import (
     make_absent,
     model_identity,
     register,
+    routers_of,
     serve,
 )
 from coop.blockdevice import BlockDevice
@@ -319,7 +320,7 @@ def _hand_over(
     register()
     model.set_experts_implementation(IMPLEMENTATION)
     serve(experts, scheduler)
-    quicken(model)
+    quicken(model, [router for entry in experts for router in routers_of(model, entry.name)])
     return scheduler
 
 

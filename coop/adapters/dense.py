@@ -7,6 +7,7 @@ with gradients, are the plain module's own. Called by attach; without compiled k
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +50,23 @@ class QuickLinear(nn.Linear):
         return found[2]
 
 
+class QuickWeight(nn.Parameter):
+    """A router's weight, which its own class multiplies with: a few rows go through the kernels, all else as ever."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear and len(args) == 2 and not kwargs:
+                hidden, weight = args
+                if isinstance(weight, QuickWeight) and not torch.is_grad_enabled():
+                    result = _quick_product(weight, hidden)
+                    if result is not None:
+                        return result
+            return func(*args, **(kwargs or {}))
+
+
 class QuickNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon), rounded, times weight: one pass in place of six operations."""
 
@@ -67,8 +85,25 @@ class QuickNorm(nn.Module):
         return output
 
 
-def quicken(model: nn.Module) -> int:
-    """Replace what is faster replaced, in place; returns how many modules were."""
+def _quick_product(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+    """hidden [..., in] x weight [out, in]; None where the kernels do not take it."""
+    width = hidden.shape[-1]
+    rows = hidden.numel() // max(1, width)
+    is_few = 0 < rows <= kernels.MOST_ROWS and hidden.is_contiguous() and kernels.takes(hidden)
+    job = kernels.job_of(weight, hidden.dtype) if is_few else None
+    if job is None:
+        return None
+    output = hidden.new_empty(rows, weight.shape[0])
+    job.bind(hidden.view(rows, width), output)
+    _library().products(job, 1)
+    return output.view(*hidden.shape[:-1], weight.shape[0])
+
+
+def quicken(model: nn.Module, routers: Iterable[nn.Module] = ()) -> int:
+    """Replace what is faster replaced, in place; returns how many modules were.
+
+    `routers` are looked at for weights that their own classes multiply with.
+    """
     library, _ = kernels.load()
     if library is None:
         return 0
@@ -82,6 +117,13 @@ def quicken(model: nn.Module) -> int:
             module.__dict__["_coop_plain"] = plain
             module.__dict__["_coop_epsilon"] = _epsilon(module)
             module.__class__ = type(plain.__name__, (QuickNorm, plain), {"__module__": plain.__module__})
+            replaced += 1
+    for router in routers:
+        weight = router._parameters.get("weight")
+        is_plain = type(weight) is nn.Parameter and weight.ndim == 2 and kernels.takes(weight)
+        if is_plain and not isinstance(router, nn.Linear):
+            assert weight is not None
+            router._parameters["weight"] = QuickWeight(weight.detach(), requires_grad=False)
             replaced += 1
     return replaced
 

@@ -77,7 +77,7 @@ def _plain(module: nn.Module) -> Any:
 
 
 def _top_k(model: nn.Module, name: str, module: nn.Module) -> int:
-    for router in _routers(model, name):
+    for router in routers_of(model, name):
         if isinstance(getattr(router, "top_k", None), int):
             return int(_plain(router).top_k)
     config = module.config
@@ -89,7 +89,7 @@ def _top_k(model: nn.Module, name: str, module: nn.Module) -> int:
     )
 
 
-def _routers(model: nn.Module, experts_name: str) -> Iterator[nn.Module]:
+def routers_of(model: nn.Module, experts_name: str) -> Iterator[nn.Module]:
     """The router beside an experts module: the child of the same block named `gate` or `router`."""
     parent_name, _, _ = experts_name.rpartition(".")
     wanted = {f"{parent_name}.{router}" if parent_name else router for router in _ROUTER_NAMES}
@@ -107,7 +107,7 @@ def router_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for experts in find_experts(model):
         digest.update(experts.name.encode())
-        for router in _routers(model, experts.name):
+        for router in routers_of(model, experts.name):
             for name, parameter in sorted(router.named_parameters(recurse=True)):
                 if "lora_" in name:
                     continue

@@ -37,6 +37,10 @@ _ARGUMENTS = {
         *(_POINTER, _COUNT, _COUNT, _POINTER),
         *(_POINTER, _COUNT, ctypes.c_int),
     ),
+    "coop_dequantise": (
+        *(_POINTER, _POINTER, ctypes.c_int),
+        *(_COUNT, _COUNT, _POINTER, ctypes.c_int, ctypes.c_int),
+    ),
     "coop_rms_norm": (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float, ctypes.c_int),
     "coop_combine": (
         *(_POINTER, _COUNT, _POINTER, _POINTER, _POINTER),
@@ -113,6 +117,18 @@ class Kernels:
             tokens.ctypes.data,
             outputs.data_ptr(),
             outputs.stride(0) * itemsize,
+            torch.get_num_threads(),
+        )
+
+    def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, output: torch.Tensor) -> None:
+        """output [rows, columns] = code * scale, rounded once; the layout is that of `coop.quantise`."""
+        self.library.coop_dequantise(
+            codes.data_ptr(),
+            scales.data_ptr(),
+            _KINDS[codes.dtype],
+            *output.shape,
+            output.data_ptr(),
+            _KINDS[output.dtype],
             torch.get_num_threads(),
         )
 

@@ -376,6 +376,52 @@ void prepare(const Job& job, void* into) {
   }
 }
 
+struct Dequantise {
+  const uint8_t* weight;
+  const uint16_t* scales;
+  int kind;
+  int64_t outputs, columns;
+  void* output;
+  int type;
+  std::atomic<int64_t> next;
+};
+
+constexpr int64_t DEQUANTISE_ROWS = 64;
+
+template <class Put> void dequantise_row(const Dequantise& work, int64_t row, Put put) {
+  const int64_t groups = (work.columns + 31) / 32;
+  const uint8_t* codes = work.weight + row * groups * (work.kind == INT8 ? 32 : 16);
+  for (int64_t g = 0; g < groups; ++g) {
+    const float scale = from_bf16(work.scales[row * groups + g]);
+    float values[32];
+    for (int j = 0; j < 16; ++j) {
+      const int low = work.kind == INT8 ? static_cast<int8_t>(codes[32 * g + j]) : (codes[16 * g + j] & 15) - 8;
+      const int high = work.kind == INT8 ? static_cast<int8_t>(codes[32 * g + 16 + j]) : (codes[16 * g + j] >> 4) - 8;
+      values[j] = static_cast<float>(low) * scale;
+      values[16 + j] = static_cast<float>(high) * scale;
+    }
+    const int64_t width = std::min<int64_t>(32, work.columns - 32 * g);
+    for (int64_t j = 0; j < width; ++j) put(32 * g + j, values[j]);
+  }
+}
+
+void dequantise_rows(void* data) {
+  Dequantise& work = *static_cast<Dequantise*>(data);
+  for (;;) {
+    const int64_t from = work.next.fetch_add(DEQUANTISE_ROWS, std::memory_order_relaxed);
+    if (from >= work.outputs) return;
+    for (int64_t row = from; row < std::min(from + DEQUANTISE_ROWS, work.outputs); ++row) {
+      if (work.type == BF16) {
+        uint16_t* out = static_cast<uint16_t*>(work.output) + row * work.columns;
+        dequantise_row(work, row, [&](int64_t c, float v) { out[c] = to_bf16(v); });
+      } else {
+        float* out = static_cast<float*>(work.output) + row * work.columns;
+        dequantise_row(work, row, [&](int64_t c, float v) { out[c] = v; });
+      }
+    }
+  }
+}
+
 template <class Load, class Store>
 void norm(Load load, Store put, int64_t width, float epsilon) {
   float lanes[16] = {};
@@ -505,6 +551,16 @@ void coop_combine(const void* outputs, int64_t pitch, const void* weights, const
 
 // Every job's product, in one parallel region of `threads`. Jobs must not read what another one writes.
 void coop_products(Job* jobs, int64_t count, int threads) { run_all(jobs, count, threads); }
+
+// Integer codes as numbers: output [outputs, columns] of `type`, code * scale, rounded once.
+void coop_dequantise(const void* weight, const uint16_t* scales, int kind, int64_t outputs, int64_t columns,
+                     void* output, int type, int threads) {
+  Dequantise work{static_cast<const uint8_t*>(weight), scales, kind, outputs, columns, output, type, {0}};
+  if (threads > 1 && outputs > DEQUANTISE_ROWS)
+    parallel_region(dequantise_rows, &work, static_cast<unsigned>(threads), 0);
+  else
+    dequantise_rows(&work);
+}
 
 // Rows of a layer call through gated experts: outputs[r] = down(silu(gate(x)) * up(x)) of x = hidden[tokens[r]].
 // Expert i, with products `ups[i]` (gated) and `downs[i]`, takes rows spans[2i] to spans[2i + 1].

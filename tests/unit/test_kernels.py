@@ -12,6 +12,7 @@ import torch
 
 import coop
 from coop import kernels
+from coop.quantise import dequantise
 from tests.families import FAMILIES, build_family
 
 LIBRARY, REASON = kernels.load()
@@ -109,6 +110,16 @@ def test_a_product_of_integer_codes_is_float64s_within_rounding(
     codes, scales, matrix = grouped(kind, 40, columns)
     x = random(2, columns, dtype=dtype)
     assert_close(product(library, codes, x, scales=scales), x.double() @ matrix.t())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8], ids=["int8", "int4"])
+def test_codes_become_the_numbers_that_quantise_says(kind: torch.dtype, dtype: torch.dtype) -> None:
+    assert LIBRARY is not None
+    codes, scales, _ = grouped(kind, 150, 77)
+    got = torch.empty(150, 77, dtype=dtype)
+    LIBRARY.dequantise(codes, scales, got)
+    assert torch.equal(got, dequantise(codes, scales, 77, dtype))
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
