@@ -53,6 +53,30 @@ def run_decode(
         run_prefill(experts, slot.weights, rows, outputs[start:stop])
 
 
+def token_pairs(
+    experts: Any, slots: Sequence[Slot], hidden: torch.Tensor, weights: torch.Tensor
+) -> list[Any]:
+    """What `run_token` needs of the slots' experts; empty where one token takes several steps through them."""
+    library, _ = kernels.load()
+    if library is None or hidden.dtype != weights.dtype or not weights.is_contiguous():
+        return []
+    pairs = [_pair_of(experts, slot, hidden.dtype) for slot in slots]
+    is_one_step = all(pairs) and pairs[0].up.is_gated and not experts.has_post_expert_norm
+    return pairs if is_one_step else []
+
+
+def run_token(
+    pairs: Sequence[kernels.Pair], hidden: torch.Tensor, weights: torch.Tensor, order: np.ndarray
+) -> torch.Tensor:
+    """One token through its experts, and their sum in the order of `pairs`: [1, width].
+
+    hidden [1, width], weights [1, k], order int64 [k]: which of the weights is each expert's.
+    """
+    library, why = kernels.load()
+    assert library is not None, why
+    return library.layer(pairs, hidden.contiguous(), weights, order)
+
+
 def run_prefill(experts: Any, weights: Weights, rows: torch.Tensor, out: torch.Tensor) -> None:
     """One expert, many rows: out[:] = down(activation(up(rows))), with the biases, gate and norm of the module.
 

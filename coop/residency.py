@@ -90,6 +90,11 @@ class Residency:
         self._state = np.zeros(shape, dtype=np.int8)
         self._leases = np.zeros(shape, dtype=np.int32)
         self._is_guess = np.zeros(shape, dtype=bool)  # loaded on a guess, not asked for yet
+        # the same memory, a layer at a time: one number is read in a third of the time that an array takes
+        self._rows = [
+            (memoryview(state), memoryview(leases), memoryview(is_guess))  # type: ignore[arg-type]
+            for state, leases, is_guess in zip(self._state, self._leases, self._is_guess, strict=True)
+        ]
         self._slots: dict[ExpertId, Slot] = {}
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)  # by kind
         self._failures: dict[ExpertId, BaseException] = {}
@@ -112,23 +117,30 @@ class Residency:
             self._check_open()
             return [self._lease(e) for e in experts if self._state[e] == RESIDENT]
 
-    def lease_all(self, layer: int, experts: list[int]) -> list[Lease]:
+    def lease_all(self, layer: int, experts: list[int]) -> list[Slot]:
         """Lease distinct experts of a layer if every one is resident, or none of them. Pair with `release_all`."""
         with self.changed:
             self._check_open()
-            if (self._state[layer, experts] != RESIDENT).any():
-                return []
-            self._leases[layer, experts] += 1
-            self._is_guess[layer, experts] = False  # somebody asked for it: no waste any more
-            slots = [(ExpertId(layer, expert), self._slots[layer, expert]) for expert in experts]  # type: ignore[index]
-            return [Lease(expert, slot, slot.generation) for expert, slot in slots]
+            state, leases, is_guess = self._rows[layer]
+            for expert in experts:
+                if state[expert] != RESIDENT:
+                    return []
+            slots = self._slots
+            found = [slots[layer, expert] for expert in experts]  # type: ignore[index]
+            for expert in experts:
+                leases[expert] += 1
+                is_guess[expert] = False  # somebody asked for it: no waste any more
+            return found
 
     def release_all(self, layer: int, experts: list[int]) -> None:
         """Give back one lease of each."""
         with self.changed:
-            assert (self._leases[layer, experts] > 0).all(), f"layer {layer} released more often than leased"
-            self._leases[layer, experts] -= 1
-            self._settle()
+            _, leases, _ = self._rows[layer]
+            for expert in experts:
+                assert leases[expert] > 0, f"layer {layer}: released more often than leased"
+                leases[expert] -= 1
+            if self.used_bytes > self.budget_bytes:
+                self._settle()
             self.changed.notify_all()
 
     def hold(self, expert: ExpertId) -> bool:

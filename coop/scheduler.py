@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from coop.demand import LOAD_DEADLINE_SECONDS, Demand, Waits
 from coop.devices import Device, Memory
 from coop.devices.cpu import CpuDevice
 from coop.errors import ClosedError, CoopError, RoutingError
-from coop.execution import run_decode, run_prefill
+from coop.execution import run_decode, run_prefill, run_token, token_pairs
 from coop.forecast import Forecast
 from coop.ids import ExpertId
 from coop.interrupts import Interrupts
@@ -210,12 +210,17 @@ class Scheduler:
         """
         if hidden.requires_grad and torch.is_grad_enabled():
             raise CoopError("coop serves inference only, no gradient comes back: use torch.no_grad()")
-        with torch.no_grad(), self._call_lock, self._interrupts.held():
+        with _without_grad(), self._call_lock, self._interrupts.held():
             self._check_waiting()
             if hidden.shape[0] == 0:
                 return torch.empty_like(hidden)
             self._begin_call(layer, hidden.shape[0])
             ids = expert_ids.cpu().numpy()  # the one synchronisation with a device
+            if hidden.shape[0] == 1 and type(self._device) is CpuDevice:
+                result = self._run_at_once(layer, hidden, ids[0], weights)
+                if result is not None:
+                    self._call_ended = (layer, time.perf_counter())
+                    return result
             flow = Flow(
                 layer, hidden, ids, weights, self.geometry[layer].num_experts, self.ring, self._launch
             )
@@ -334,8 +339,6 @@ class Scheduler:
     def _run_units(self, layer: int, flow: Flow, ids: np.ndarray) -> None:
         """L3 lease, L3 prefetch, L1 run: ready units first, the others as their weights arrive."""
         self.forecast.observe(layer, ids)
-        if flow.is_compact and self._run_at_once(layer, flow):
-            return
         slices = Counter(unit.expert for unit in flow.units)  # left to run, by expert
         with self._demand(list(slices)) as demand:
             demand.request()
@@ -357,19 +360,35 @@ class Scheduler:
                 demand.release(*ended)
                 demand.request()
 
-    def _run_at_once(self, layer: int, flow: Flow) -> bool:
-        """A decode step whose experts are all resident, as most are: one lease, one launch; False if one is missing."""
-        chosen = [unit.expert.expert for unit in flow.units]
-        leases = self.residency.lease_all(layer, chosen)
-        if not leases:
-            return False
+    def _run_at_once(
+        self, layer: int, hidden: torch.Tensor, chosen: np.ndarray, weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One token whose experts are all resident, as most are: one lease, one kernel; None where it is another case.
+
+        hidden [1, hidden], chosen int64 [k], weights [1, k]. The bits are those of the long way.
+        """
+        order = chosen.argsort(kind="stable")
+        experts: list[int] = chosen[order].tolist()
+        is_plain = experts[0] >= 0 and experts[-1] < self.geometry[layer].num_experts
+        if not is_plain or len(set(experts)) < len(experts):
+            return None  # to be refused there, or an expert that is chosen twice
+        slots = self.residency.lease_all(layer, experts)
+        if not slots:
+            return None
         try:
-            self._count(len(leases), 0)
-            self._prefetch(layer, len(leases), flow.units[0].rows)
-            self._run(flow.units, flow, leases)
+            pairs = token_pairs(self._experts[layer].module, slots, hidden, weights)
+            if not pairs:
+                return None
+            self._count(len(experts), 0)
+            self.forecast.observe(layer, chosen[None])
+            self._prefetch(layer, len(experts), 1)
+            began = time.perf_counter()
+            result = run_token(pairs, hidden, weights, order)
+            seconds = (time.perf_counter() - began) / len(experts)
+            self.calendar.record_compute(layer, 1, seconds, len(experts))
         finally:
-            self.residency.release_all(layer, chosen)
-        return True
+            self.residency.release_all(layer, experts)
+        return result
 
     def _demand(self, experts: Sequence[ExpertId]) -> Demand:
         """L3: hits are leased at once, so that making room for a miss cannot evict them."""
@@ -579,6 +598,11 @@ class Scheduler:
         if out.device.type != "cpu":
             torch.accelerator.synchronize(out.device)  # a launched kernel is not a finished one
         return time.perf_counter() - began
+
+
+def _without_grad() -> AbstractContextManager[Any]:
+    """No gradients inside; nothing to do where a caller has seen to it."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _row_width(experts: Any, weights: Mapping[str, torch.Tensor]) -> int:

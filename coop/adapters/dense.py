@@ -1,6 +1,6 @@
 """The dense part of an attached model, sped up where a decode step is bound by reading its weights.
 
-Owns two module classes that take the place of plain ones, weights shared; promises that a module is replaced
+Owns module classes that take the place of plain ones, weights shared; promises that a module is replaced
 only where it computes what the plain one does (checked on numbers, not by name), and that calls of many rows, or
 with gradients, are the plain module's own. Called by attach; without compiled kernels nothing is replaced.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from coop import kernels
+from coop.adapters.attention import replace_attention
 
 _CHECK_ROWS = 3
 _EPSILONS = ("variance_epsilon", "eps")
@@ -40,14 +41,8 @@ class QuickLinear(nn.Linear):
         return output.view(*input.shape[:-1], self.out_features)
 
     def _job(self, dtype: torch.dtype) -> kernels.Job | None:
-        """What stays of the product between calls; made anew when the weight has moved."""
-        at = self.weight.data_ptr()
-        found: tuple[int, torch.dtype, kernels.Job | None] | None = self.__dict__.get("_coop_job")
-        if found is None or found[0] != at or found[1] != dtype:
-            is_plain = type(self.weight) is nn.Parameter
-            job = kernels.job_of(self.weight.detach(), dtype, bias=self.bias) if is_plain else None
-            found = self.__dict__["_coop_job"] = (at, dtype, job)
-        return found[2]
+        weight = self._parameters["weight"]
+        return _job_of(weight, dtype, self.bias) if type(weight) is nn.Parameter else None
 
 
 class QuickWeight(nn.Parameter):
@@ -85,12 +80,21 @@ class QuickNorm(nn.Module):
         return output
 
 
+def _job_of(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> kernels.Job | None:
+    """What stays of the product with a weight between calls; made anew when it has moved."""
+    at = (weight.data_ptr(), dtype)
+    found: tuple[tuple[int, torch.dtype], kernels.Job | None] | None = weight.__dict__.get("_coop_job")
+    if found is None or found[0] != at:
+        found = weight.__dict__["_coop_job"] = (at, kernels.job_of(weight.detach(), dtype, bias=bias))
+    return found[1]
+
+
 def _quick_product(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
     """hidden [..., in] x weight [out, in]; None where the kernels do not take it."""
     width = hidden.shape[-1]
     rows = hidden.numel() // max(1, width)
     is_few = 0 < rows <= kernels.MOST_ROWS and hidden.is_contiguous() and kernels.takes(hidden)
-    job = kernels.job_of(weight, hidden.dtype) if is_few else None
+    job = _job_of(weight, hidden.dtype) if is_few else None
     if job is None:
         return None
     output = hidden.new_empty(rows, weight.shape[0])
@@ -118,6 +122,7 @@ def quicken(model: nn.Module, routers: Iterable[nn.Module] = ()) -> int:
             module.__dict__["_coop_epsilon"] = _epsilon(module)
             module.__class__ = type(plain.__name__, (QuickNorm, plain), {"__module__": plain.__module__})
             replaced += 1
+    replaced += replace_attention(model)
     for router in routers:
         weight = router._parameters.get("weight")
         is_plain = type(weight) is nn.Parameter and weight.ndim == 2 and kernels.takes(weight)

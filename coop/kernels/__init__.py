@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+MOST_HEAD_WIDTH = 512  # MAX_HEAD in kernels.cpp
 MOST_ROWS = 8  # above this many rows a matrix product that reuses weights from cache is faster
 SIMD_NAMES = ("portable", "AVX2", "AVX-512", "AVX-512 BF16")
 SIMD_VARIABLE = (
@@ -36,6 +37,19 @@ _ARGUMENTS = {
         *(_POINTER, _POINTER, _POINTER, _COUNT),
         *(_POINTER, _COUNT, _COUNT, _POINTER),
         *(_POINTER, _COUNT, ctypes.c_int),
+    ),
+    "coop_layer": (
+        *(_POINTER, _POINTER, _POINTER, _COUNT, _POINTER),
+        *(_COUNT, _COUNT, _POINTER, _POINTER, _POINTER),
+        *(_COUNT, _COUNT, _POINTER, ctypes.c_int),
+    ),
+    "coop_attention_begin": (
+        *(_POINTER, _POINTER, _COUNT, _POINTER),
+        *(_POINTER, _COUNT, _POINTER, ctypes.c_int),
+    ),
+    "coop_attention_end": (
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+        *(_COUNT, _COUNT, _POINTER, _POINTER, _POINTER, ctypes.c_int),
     ),
     "coop_dequantise": (
         *(_POINTER, _POINTER, ctypes.c_int),
@@ -68,6 +82,18 @@ class Job(ctypes.Structure):
         itemsize = source.element_size()
         self.source, self.source_pitch = source.data_ptr(), source.stride(0) * itemsize
         self.output, self.output_pitch = output.data_ptr(), output.stride(0) * itemsize
+
+
+class AttentionBlock(ctypes.Structure):
+    """What stays of an attention step between calls, mirrored by `AttentionBlock` in kernels.cpp."""
+
+    _fields_ = [
+        *((name, Job) for name in ("query", "key", "value", "output")),
+        *((name, ctypes.c_void_p) for name in ("norm", "next_norm", "query_norm", "key_norm")),
+        ("head_width", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("epsilon", "next_epsilon", "head_epsilon", "scale")),
+        *((name, ctypes.c_int32) for name in ("type", "is_normed_whole")),
+    ]
 
 
 class Pair:
@@ -119,6 +145,88 @@ class Kernels:
             outputs.stride(0) * itemsize,
             torch.get_num_threads(),
         )
+
+    def layer(
+        self, pairs: Sequence[Pair], hidden: torch.Tensor, weights: torch.Tensor, order: np.ndarray
+    ) -> torch.Tensor:
+        """One token's row [1, width] through each expert, and their sum: `experts` and `combine` in one step.
+
+        weights [1, k], order int64 [k], which of them is each expert's.
+        """
+        count = len(pairs)
+        result = torch.empty_like(hidden)
+        spans, tokens = _token_spans(count)
+        self.library.coop_layer(
+            (_COUNT * count)(*[pair.up_address for pair in pairs]),
+            (_COUNT * count)(*[pair.down_address for pair in pairs]),
+            spans,
+            count,
+            hidden.data_ptr(),
+            0,
+            hidden.shape[1],
+            tokens,
+            weights.data_ptr(),
+            order.ctypes.data,
+            count,
+            1,
+            result.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return result
+
+    def attention_begin(
+        self, block: AttentionBlock, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query [rows, heads x head_width], key and value [rows, key_heads, 1, head_width] of one new token each.
+
+        hidden [rows, width], contiguous; cosine and sine [rows or 1, head_width], rows contiguous.
+        """
+        rows, width = hidden.shape[0], block.head_width
+        edges = (block.query.outputs, block.key.outputs, block.value.outputs)
+        heads = hidden.new_empty(rows * sum(edges))
+        self.library.coop_attention_begin(
+            ctypes.byref(block),
+            hidden.data_ptr(),
+            rows,
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            cosine.stride(0) * cosine.element_size() if cosine.shape[0] > 1 else 0,
+            heads.data_ptr(),
+            torch.get_num_threads(),
+        )
+        query, key, value = heads.split([rows * edge for edge in edges])
+        shape = (rows, edges[1] // width, 1, width)
+        return query, key.view(shape), value.view(shape)
+
+    def attention_end(
+        self,
+        block: AttentionBlock,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention's output [rows, width]; with `residual`, its sum with that and the norm of the sum.
+
+        keys and values [rows, key_heads, tokens, head_width], the last dimension contiguous.
+        """
+        itemsize, rows = query.element_size(), keys.shape[0]
+        hidden, following = query.new_empty(2, rows, block.output.outputs)
+        self.library.coop_attention_end(
+            ctypes.byref(block),
+            query.data_ptr(),
+            keys.data_ptr(),
+            (_COUNT * 3)(*[stride * itemsize for stride in keys.stride()[:3]]),
+            values.data_ptr(),
+            (_COUNT * 3)(*[stride * itemsize for stride in values.stride()[:3]]),
+            rows,
+            keys.shape[2],
+            residual.data_ptr() if residual is not None else None,
+            hidden.data_ptr(),
+            following.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return hidden, following
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, output: torch.Tensor) -> None:
         """output [rows, columns] = code * scale, rounded once; the layout is that of `coop.quantise`."""
@@ -245,6 +353,18 @@ def job_of(
         is_transposed=is_transposed,
         is_gated=is_gated,
     )
+
+
+@cache
+def _token_spans(count: int) -> tuple[Any, Any]:
+    """Rows 0 to 1, 1 to 2 ... for one token's experts, each of them the token's."""
+    edges = [edge for row in range(count) for edge in (row, row + 1)]
+    return (_COUNT * (2 * count))(*edges), (_COUNT * count)()
+
+
+def type_of(dtype: torch.dtype) -> int:
+    """The kernels' number of a type that they compute on."""
+    return _KINDS[dtype]
 
 
 def takes(tensor: torch.Tensor) -> bool:

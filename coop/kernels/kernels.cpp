@@ -33,6 +33,31 @@ struct Job {
   int32_t is_gated;         // weight has 2 x outputs rows: silu(first half) * second half
 };
 
+constexpr int64_t MAX_HEAD = 512;
+
+// One new token of each sequence against what came before; pitches in bytes: batch, head, token.
+struct Attention {
+  const void *query, *keys, *values;
+  void* output;
+  int64_t heads, key_heads, tokens, width;
+  int64_t query_pitch;
+  int64_t key_pitch[3], value_pitch[3];
+  int64_t count;  // sequences x heads
+  float scale;
+  int type;
+  std::atomic<int64_t> next;
+};
+
+// What stays of an attention step between calls; mirrored by `AttentionBlock` in __init__.py. Jobs without inputs and
+// outputs; norms [width] or null; the heads' norms are of each head, or of all heads together.
+struct AttentionBlock {
+  Job query, key, value, output;
+  const void *norm, *next_norm, *query_norm, *key_norm;
+  int64_t head_width;
+  float epsilon, next_epsilon, head_epsilon, scale;
+  int32_t type, is_normed_whole;
+};
+
 static inline float from_bf16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float value;
@@ -301,9 +326,11 @@ namespace {
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using Run = void (*)(const Job&, int64_t, int64_t);
+using Attend = void (*)(const Attention&, int64_t, float*);
 
 Parallel parallel_region = nullptr;
 Run run_block = portable::run;
+Attend attend_head = portable::attend;
 int simd_level = 0;
 
 bool takes_pairs([[maybe_unused]] const Job& job) {
@@ -422,6 +449,32 @@ void dequantise_rows(void* data) {
   }
 }
 
+constexpr int64_t SERIAL_NUMBERS = 1 << 15;  // keys of fewer numbers are done before a second thread has begun
+
+void attend_heads(void* data) {
+  Attention& work = *static_cast<Attention*>(data);
+  static thread_local std::vector<float> scores;
+  if (static_cast<int64_t>(scores.size()) < work.tokens) scores.resize(2 * work.tokens);
+  for (;;) {
+    const int64_t head = work.next.fetch_add(1, std::memory_order_relaxed);
+    if (head >= work.count) return;
+    attend_head(work, head, scores.data());
+  }
+}
+
+// x * cos + rotated(x) * sin over the width of a head, where rotated swaps the halves and negates the first of them;
+// rounded where transformers rounds.
+template <class Type, class Widen, class Narrow>
+void rotate(Type* x, const Type* cosine, const Type* sine, int64_t width, Widen wide, Narrow narrow) {
+  for (int64_t i = 0; i < width / 2; ++i) {
+    const float low = wide(x[i]), high = wide(x[i + width / 2]);
+    const float a = wide(narrow(low * wide(cosine[i]))), b = wide(narrow(-high * wide(sine[i])));
+    const float c = wide(narrow(high * wide(cosine[i + width / 2]))), d = wide(narrow(low * wide(sine[i + width / 2])));
+    x[i] = narrow(a + b);
+    x[i + width / 2] = narrow(c + d);
+  }
+}
+
 template <class Load, class Store>
 void norm(Load load, Store put, int64_t width, float epsilon) {
   float lanes[16] = {};
@@ -448,6 +501,27 @@ void norm_row(const void* source, const void* weight, void* output, int64_t at, 
     const float* w = static_cast<const float*>(weight);
     float* y = static_cast<float*>(output) + at;
     norm([&](int64_t i) { return x[i]; }, [&](int64_t i, float v) { y[i] = v * w[i]; }, width, epsilon);
+  }
+}
+
+void rotate_head(void* x, const void* cosine, const void* sine, int64_t width, int type) {
+  if (type == BF16)
+    rotate(static_cast<uint16_t*>(x), static_cast<const uint16_t*>(cosine), static_cast<const uint16_t*>(sine), width,
+           from_bf16, to_bf16);
+  else
+    rotate(static_cast<float*>(x), static_cast<const float*>(cosine), static_cast<const float*>(sine), width,
+           [](float v) { return v; }, [](float v) { return v; });
+}
+
+void add_row(const void* from, void* into, int64_t at, int64_t width, int type) {
+  if (type == BF16) {
+    const uint16_t* a = static_cast<const uint16_t*>(from) + at;
+    uint16_t* b = static_cast<uint16_t*>(into) + at;
+    for (int64_t i = 0; i < width; ++i) b[i] = to_bf16(from_bf16(a[i]) + from_bf16(b[i]));
+  } else {
+    const float* a = static_cast<const float*>(from) + at;
+    float* b = static_cast<float*>(into) + at;
+    for (int64_t i = 0; i < width; ++i) b[i] += a[i];
   }
 }
 
@@ -495,15 +569,18 @@ extern "C" {
 int coop_start(void* gomp_parallel, int most_simd) {
   parallel_region = reinterpret_cast<Parallel>(gomp_parallel);
   run_block = portable::run;
+  attend_head = portable::attend;
   simd_level = 0;
 #if defined(COOP_X86)
   if (most_simd >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     run_block = avx2::run;
+    attend_head = avx2::attend;
     simd_level = 1;
   }
   if (most_simd >= 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     run_block = avx512::run;
+    attend_head = avx512::attend;
     simd_level = 2;
     if (most_simd >= 3 && __builtin_cpu_supports("avx512bf16")) {
       run_block = pairs::run;
@@ -518,6 +595,80 @@ int coop_start(void* gomp_parallel, int most_simd) {
 void coop_rms_norm(const void* source, const void* weight, void* output, int64_t rows, int64_t width, float epsilon,
                    int type) {
   for (int64_t row = 0; row < rows; ++row) norm_row(source, weight, output, row * width, width, epsilon, type);
+}
+
+// The first half of an attention step: norm if there is one, query, key and value in one region, norm and rotation of
+// each head. hidden [rows, width]; cosine and sine [head_width] for each row, `angle_pitch` bytes apart, 0 if all share
+// one; heads receives query [rows, heads, head_width], then key and value [rows, key_heads, head_width].
+void coop_attention_begin(const AttentionBlock* block, const void* hidden, int64_t rows, const void* cosine,
+                          const void* sine, int64_t angle_pitch, void* heads, int threads) {
+  static thread_local std::vector<char> normed;
+  const int64_t itemsize = block->type == BF16 ? 2 : 4, width = block->query.columns;
+  if (block->norm != nullptr) {
+    if (static_cast<int64_t>(normed.size()) < rows * width * itemsize) normed.resize(rows * width * itemsize);
+    for (int64_t row = 0; row < rows; ++row)
+      norm_row(hidden, block->norm, normed.data(), row * width, width, block->epsilon, block->type);
+    hidden = normed.data();
+  }
+  Job jobs[3] = {block->query, block->key, block->value};
+  char* at = static_cast<char*>(heads);
+  for (Job& job : jobs) {
+    job.rows = rows;
+    job.source = hidden;
+    job.source_pitch = width * itemsize;
+    job.output = at;
+    job.output_pitch = job.outputs * itemsize;
+    at += rows * job.output_pitch;
+  }
+  run_all(jobs, 3, threads);
+  for (int64_t row = 0; row < rows; ++row) {
+    const char* c = static_cast<const char*>(cosine) + row * angle_pitch;
+    const char* s = static_cast<const char*>(sine) + row * angle_pitch;
+    for (int i = 0; i < 2; ++i) {
+      char* part = static_cast<char*>(jobs[i].output) + row * jobs[i].output_pitch;
+      const void* norm = i ? block->key_norm : block->query_norm;
+      if (norm != nullptr && block->is_normed_whole)
+        norm_row(part, norm, part, 0, jobs[i].outputs, block->head_epsilon, block->type);
+      for (int64_t head = 0; head < jobs[i].outputs / block->head_width; ++head) {
+        char* x = part + head * block->head_width * itemsize;
+        if (norm != nullptr && !block->is_normed_whole)
+          norm_row(x, norm, x, 0, block->head_width, block->head_epsilon, block->type);
+        rotate_head(x, c, s, block->head_width, block->type);
+      }
+    }
+  }
+}
+
+// The second half: every head against the cache, the output product, and where `residual` is given the sum with it and
+// the norm that comes next. query as above; keys and values [rows, key_heads, tokens, head_width], pitches in bytes of
+// the first three dimensions; hidden and next [rows, width].
+void coop_attention_end(const AttentionBlock* block, const void* query, const void* keys, const int64_t* key_pitch,
+                        const void* values, const int64_t* value_pitch, int64_t rows, int64_t tokens,
+                        const void* residual, void* hidden, void* next, int threads) {
+  static thread_local std::vector<char> attended;
+  const int64_t itemsize = block->type == BF16 ? 2 : 4, width = block->output.outputs;
+  const int64_t heads = block->query.outputs / block->head_width, key_heads = block->key.outputs / block->head_width;
+  const int64_t pitch = block->query.outputs * itemsize;
+  if (static_cast<int64_t>(attended.size()) < rows * pitch) attended.resize(rows * pitch);
+  Attention work{query, keys, values, attended.data(), heads, key_heads, tokens, block->head_width, pitch,
+                 {key_pitch[0], key_pitch[1], key_pitch[2]}, {value_pitch[0], value_pitch[1], value_pitch[2]},
+                 rows * heads, block->scale, block->type, {0}};
+  if (threads > 1 && work.count * tokens * block->head_width > SERIAL_NUMBERS)
+    parallel_region(attend_heads, &work, static_cast<unsigned>(threads), 0);
+  else
+    attend_heads(&work);
+  Job job = block->output;
+  job.rows = rows;
+  job.source = attended.data();
+  job.source_pitch = pitch;
+  job.output = hidden;
+  job.output_pitch = width * itemsize;
+  run_all(&job, 1, threads);
+  if (residual == nullptr) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    add_row(residual, hidden, row * width, width, block->type);
+    norm_row(hidden, block->next_norm, next, row * width, width, block->next_epsilon, block->type);
+  }
 }
 
 // total[token] += rounded(output * weight), in the order of `rows`, in float32, then rounded: a layer's result.
@@ -594,6 +745,17 @@ void coop_experts(const Job* const* ups, const Job* const* downs, const int64_t*
   }
   run_all(jobs.data(), count, threads);
   run_all(jobs.data() + count, count, threads);
+}
+
+// A whole layer call: `coop_experts`, then `coop_combine` of what it gave, which no one else sees.
+void coop_layer(const Job* const* ups, const Job* const* downs, const int64_t* spans, int64_t count, const void* hidden,
+                int64_t hidden_pitch, int64_t width, const int64_t* tokens, const void* weights, const int64_t* order,
+                int64_t rows, int64_t token_count, void* result, int threads) {
+  static thread_local std::vector<char> outputs;
+  const int64_t pitch = (width * (ups[0]->type == BF16 ? 2 : 4) + 63) / 64 * 64;
+  if (static_cast<int64_t>(outputs.size()) < rows * pitch) outputs.resize(rows * pitch);
+  coop_experts(ups, downs, spans, count, hidden, hidden_pitch, width, tokens, outputs.data(), pitch, threads);
+  coop_combine(outputs.data(), pitch, weights, order, tokens, rows, token_count, width, result, ups[0]->type);
 }
 
 }  // extern "C"
