@@ -26,7 +26,7 @@ _ROUNDINGS = 16  # of the type, at the scale of the output: the two sum in diffe
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The shape of one attention module: `epsilon` of the norms of heads, 0.0 without; `is_normed_whole`, all at once."""
+    """The shape of one attention module. `epsilon` is of its heads' norms, 0.0 without; those may be of all at once."""
 
     width: int
     scale: float
@@ -73,7 +73,7 @@ def replace_attention(model: nn.Module) -> int:
         if name:
             module.__dict__["_coop_experts"] = name
             replaced += _replace(
-                module, QuickLayer, (type(module), type(module._modules["self_attn"]).forward), tried
+                module, QuickLayer, (type(module), type(module._modules["self_attn"])), tried
             )
     return replaced
 
