@@ -47,6 +47,7 @@ class Options:
     out: Path | None = None
     base: str | None = None
     dtype: str = "bf16"
+    dense: str = "bf16"
     order: str = ""
     eval_file: Path | None = None
     eval_tokens: int = DEFAULT_EVAL_TOKENS
@@ -90,7 +91,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ckpt", type=Path, required=True, metavar="DIR", help="model or adapter to pack; pack to check")
     add("--out", type=Path, metavar="DIR", help="where the pack goes; must not exist")
     add("--base", metavar="DIR", help="base model of an adapter, if not the one its config names")
-    add("--dtype", choices=DTYPES, default="bf16", help="of expert weights; groups of 32 below bf16 (bf16)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="of expert weights; one scale for each 32 below bf16 (bf16)",
+    )
+    add(
+        "--dense",
+        choices=("bf16", "int8"),
+        default="bf16",
+        help="of linear layers that are no experts (bf16)",
+    )
     add(
         "--order",
         choices=ORDERS,
@@ -113,6 +125,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         out=args.out,
         base=args.base,
         dtype=args.dtype,
+        dense=args.dense,
         order=args.order,
         eval_file=args.eval,
         eval_tokens=args.eval_tokens,
@@ -148,6 +161,7 @@ def _pack(options: Options, report: dict[str, Any]) -> list[str]:
         out=options.out,
         base=options.base,
         kind=options.dtype,
+        dense=options.dense,
         order=options.order,
         is_overwriting=options.is_overwriting,
     )
@@ -214,6 +228,10 @@ def _summary(options: Options, packer: Packer, manifest: Manifest) -> list[str]:
     source_type = str(packer.source_dtype).removeprefix("torch.")
     if source_type != "bfloat16":
         lines.append(f"  weights were cast from {source_type} to bfloat16, experts too where not quantised")
+    if manifest.dense != "bf16":
+        lines.append(
+            f"  linear layers beside the experts will be rounded to {manifest.dense} when it is loaded"
+        )
     if measured.relative_rms:
         lines.append(f"  quantisation error {measured.relative_rms:.2%} of the weights, root mean square")
     if measured.tokens:

@@ -65,12 +65,16 @@ class Measured(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What `coop_pack.json` says. `dense_sha256` is by file name."""
+    """What `coop_pack.json` says. `dense`: how linear layers that are no experts are held once they are loaded.
+
+    `dense_sha256` is by file name.
+    """
 
     model_config = _STRICT
     version: Literal[1] = 1
     dtype: Literal["bf16", "int8", "int4"]
     group_size: Literal[32] = 32
+    dense: Literal["bf16", "int8"] = "bf16"
     order: Literal["model", "profile"]
     source: Text
     expert_files: Annotated[int, Field(ge=1, le=99_999)]

@@ -74,12 +74,13 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackRequest:
-    """What to pack: `kind` is bf16, int8 or int4; `order` is "model", "profile", or "" for the best there is."""
+    """What to pack: `kind` is bf16, int8 or int4, `dense` bf16 or int8; `order` model, profile, or "" for either."""
 
     ckpt: Path
     out: Path
     base: str | None = None
     kind: str = "bf16"
+    dense: str = "bf16"
     order: str = ""
     is_overwriting: bool = False
 
@@ -175,7 +176,9 @@ class Packer:
         if self.checkpoint.adapter:
             paths.append(self.checkpoint.folder / ADAPTER_WEIGHTS)
         stamps = {str(p.resolve()): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths}
-        return {"version": 1, "dtype": self.request.kind, "order": self.order, "source": stamps}
+        request = self.request
+        choices = {"dtype": request.kind, "dense": request.dense, "order": self.order}
+        return {"version": 1, **choices, "source": stamps}
 
     def write(self, journal: Journal, target: _Target, advance: Advance) -> Manifest:
         """Write everything but the name of the folder; `advance` takes bytes of experts as they are finished.
@@ -289,6 +292,7 @@ class Packer:
         rms = math.sqrt(math.fsum(e.squared_error for e in experts.values()) / squares) if squares else 0.0
         return Manifest(
             dtype=self.request.kind,  # type: ignore[arg-type]
+            dense=self.request.dense,  # type: ignore[arg-type]
             order=self.order,  # type: ignore[arg-type]
             source=self._describe_source(),
             expert_files=len(target.files),
@@ -385,6 +389,7 @@ def facts_of(manifest: Manifest) -> dict[str, Any]:
     """The numbers of a manifest, without its digests."""
     return {
         "dtype": manifest.dtype,
+        "dense": manifest.dense,
         "order": manifest.order,
         "source": manifest.source,
         "layers": len(manifest.layers),

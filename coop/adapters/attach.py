@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from coop.adapters.dense import quicken
+from coop.adapters.linear import round_linears
 from coop.adapters.lora import merge_dense_adapter, read_expert_lora
 from coop.adapters.transformers import (
     IMPLEMENTATION,
@@ -433,6 +434,8 @@ def load_dense(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> nn.Mo
     """The model without its experts, with the adapter's dense part merged."""
     with quiet_loading():
         model = load_without_experts(checkpoint.weights, config, dtype)
+    if checkpoint.is_pack and read_manifest(checkpoint.weights).dense == "int8":
+        round_linears(model)
     return merge_dense_adapter(model, checkpoint.folder).eval() if checkpoint.adapter else model
 
 
@@ -492,7 +495,8 @@ def load_profile(
 
 def _dense_bytes(model: nn.Module, experts: list[ExpertsModule]) -> int:
     stacked = {id(e.module._parameters[name]) for e in experts for name in e.parameters}
-    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in stacked)
+    held = (*model.parameters(), *model.buffers())
+    return sum(tensor.nbytes for tensor in held if id(tensor) not in stacked)
 
 
 def _kv_cache_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:

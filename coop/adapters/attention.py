@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from coop import kernels
+from coop.adapters.linear import RoundedLinear, dtype_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -66,7 +67,7 @@ def replace_attention(model: nn.Module) -> int:
         heads = _heads_of(module)
         if heads is not None:
             module.__dict__["_coop_heads"] = heads
-            kind = (type(module), heads, *(part.weight.shape for part in _parts(module, PROJECTIONS)))
+            kind = (type(module), heads, *(part.out_features for part in _parts(module, PROJECTIONS)))
             replaced += _replace(module, QuickAttention, kind, tried)
     for module in list(model.modules()):
         name = _experts_of_layer(module)
@@ -98,11 +99,11 @@ def _parts(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
 def _heads_of(module: Any) -> Heads | None:
     """The shape of an attention module; None for any other module, and for kinds that are known to differ."""
     parts = _parts(module, PROJECTIONS)
-    if not all(isinstance(part, nn.Linear) for part in parts):
+    if not all(isinstance(part, nn.Linear | RoundedLinear) for part in parts):
         return None
     query, key, value, output = parts
     width, scale = getattr(module, "head_dim", None), getattr(module, "scaling", None)
-    if not isinstance(width, int) or not isinstance(scale, float) or not kernels.takes(query.weight):
+    if not isinstance(width, int) or not isinstance(scale, float) or dtype_of(query) not in kernels.TYPES:
         return None
     has_whole_heads = not any(part.out_features % width for part in (query, key)) and not width % 16
     fits = has_whole_heads and query.out_features % key.out_features == 0 and width <= kernels.MOST_HEAD_WIDTH
@@ -141,7 +142,7 @@ def _is_plain_step(attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any])
         and not attention.training
         and not torch.is_grad_enabled()
         and kernels.takes(hidden)
-        and hidden.dtype == attention.q_proj.weight.dtype == angles[0].dtype
+        and hidden.dtype == dtype_of(attention.q_proj) == angles[0].dtype
         and angles[0].shape[-1] == attention.__dict__["_coop_heads"].width
         and angles[0].is_contiguous()
         and angles[1].is_contiguous()
@@ -173,15 +174,17 @@ def _block_of(attention: Any, layer: Any, dtype: torch.dtype) -> kernels.Attenti
     heads: Heads = attention.__dict__["_coop_heads"]
     linear = _parts(attention, PROJECTIONS)
     norms = _parts(attention, ("q_norm", "k_norm")) + (_parts(layer, NORMS) if layer is not None else [])
-    weights = [part._parameters["weight"] for part in (*linear, *norms) if part is not None]
+    stored = [part.stored for part in linear] + [
+        norm._parameters["weight"] for norm in norms if norm is not None
+    ]
     owner = layer if layer is not None else attention
-    places = [weight.data_ptr() for weight in weights]
+    places = [tensor.data_ptr() for tensor in stored]
     found: tuple[list[int], kernels.AttentionBlock] | None = owner.__dict__.get("_coop_block")
     if found is not None and found[0] == places:
         return found[1]
     block = kernels.AttentionBlock()
     for name, part in zip(("query", "key", "value", "output"), linear, strict=True):
-        job = kernels.job_of(part.weight.detach(), dtype, bias=part.bias)
+        job = part.job(dtype)
         assert job is not None
         job.columns = part.in_features
         setattr(block, name, job)
@@ -208,7 +211,7 @@ def _is_same(module: Any, plain: type[nn.Module]) -> bool:
 
     is_layer = isinstance(module, QuickLayer)
     attention = module.self_attn if is_layer else module
-    dtype, width = attention.q_proj.weight.dtype, attention.q_proj.in_features
+    dtype, width = dtype_of(attention.q_proj), attention.q_proj.in_features
     source = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _TRIAL_TOKENS + 1, width, generator=source).to(dtype)
     turns = torch.randn(1, _TRIAL_TOKENS + 1, attention.head_dim // 2, generator=source).repeat(1, 1, 2)

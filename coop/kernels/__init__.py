@@ -26,7 +26,7 @@ SIMD_VARIABLE = (
     "COOP_SIMD"  # bounds the instruction set: 0 to 3, or "off" for torch; for tests and comparisons
 )
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
-_TYPES = (torch.float32, torch.bfloat16)
+TYPES = (torch.float32, torch.bfloat16)
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
@@ -331,8 +331,8 @@ def job_of(
         is_gated: the outputs are silu(first half) * second half.
     """
     tensors = [t for t in (weight, scales, bias) if t is not None]
-    is_plain = weight.dtype in _TYPES
-    if dtype not in _TYPES or weight.dtype not in _KINDS or any(t.device.type != "cpu" for t in tensors):
+    is_plain = weight.dtype in TYPES
+    if dtype not in TYPES or weight.dtype not in _KINDS or any(t.device.type != "cpu" for t in tensors):
         return None
     if not all(t.is_contiguous() for t in tensors) or (bias is not None and bias.dtype != dtype):
         return None
@@ -369,7 +369,7 @@ def type_of(dtype: torch.dtype) -> int:
 
 def takes(tensor: torch.Tensor) -> bool:
     """Whether rows like these are what the kernels compute on."""
-    return tensor.device.type == "cpu" and tensor.dtype in _TYPES
+    return tensor.device.type == "cpu" and tensor.dtype in TYPES
 
 
 def _library_path() -> Path | None:

@@ -206,3 +206,21 @@ def test_a_profile_goes_with_its_pack_and_puts_the_hottest_expert_first(tmp_path
     assert firsts == sorted(firsts)
     assert Profile.load(tmp_path / "pack" / PROFILE_NAME).identity.adapter_digest == ""
     assert_same_bits(logits_at(tmp_path / "plain", "100%"), logits_at(tmp_path / "pack", "30%"), "profile")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_rounded_dense_part_is_close_and_the_same_at_every_budget(family: str, tmp_path: Path) -> None:
+    over = {"head_dim": 16} if "head_dim" in FAMILIES[family] else {}
+    build_family(tmp_path / "model", family, torch.bfloat16, **over)
+    for dense in ("bf16", "int8"):
+        pack(tmp_path / "model", tmp_path / dense, dense=dense)
+    with coop.attach(tmp_path / "bf16", budget="100%") as runtime:
+        plain, plain_bytes = all_logits(runtime.model, 1, 20, 6), runtime.plan.dense_bytes
+    with coop.attach(tmp_path / "int8", budget="100%") as runtime:
+        rounded, rounded_bytes = all_logits(runtime.model, 1, 20, 6), runtime.plan.dense_bytes
+    assert rounded_bytes < plain_bytes
+    assert not torch.equal(plain[0], rounded[0])
+    median = (plain[0] - rounded[0]).abs().amax(-1).median()
+    assert median < 0.2 * plain[0].abs().max()
+    with coop.attach(tmp_path / "int8", budget="30%") as runtime:
+        assert_same_bits(rounded, all_logits(runtime.model, 1, 20, 6), f"{family}, rounded dense part")
