@@ -73,9 +73,9 @@ def replace_attention(model: nn.Module) -> int:
         name = _experts_of_layer(module)
         if name:
             module.__dict__["_coop_experts"] = name
-            replaced += _replace(
-                module, QuickLayer, (type(module), type(module._modules["self_attn"])), tried
-            )
+            inner = module._modules["self_attn"].__dict__
+            kind = (type(module), inner["_coop_plain"], inner["_coop_heads"])
+            replaced += _replace(module, QuickLayer, kind, tried)
     return replaced
 
 
