@@ -22,8 +22,8 @@ from coop.errors import CheckpointError, CoopError, RequestError
 from coop.files import write_atomic
 
 if TYPE_CHECKING:
-    from coop.pack_format import Manifest
-    from coop.packing import Packer
+    from coop.packs.format import Manifest
+    from coop.packs.writer import Packer
 
 EXIT_DIFFERENT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 DTYPES = ("bf16", "int8", "int4")
@@ -153,7 +153,7 @@ def run(options: Options) -> int:
 
 
 def _pack(options: Options, report: dict[str, Any]) -> list[str]:
-    from coop.packing import Packer, PackRequest, facts_of
+    from coop.packs.writer import Packer, PackRequest, facts_of
 
     assert options.out is not None
     request = PackRequest(
@@ -187,7 +187,7 @@ def _texts(options: Options, packer: Packer) -> list[list[int]]:
     """What to measure on, read before anything is written."""
     if options.eval_file is None:
         return []
-    from coop.pack_measure import read_texts
+    from coop.packs.measure import read_texts
 
     return read_texts(options.eval_file, packer.checkpoint.tokenizer, options.eval_tokens)
 
@@ -196,8 +196,8 @@ def _measure(
     options: Options, packer: Packer, manifest: Manifest, texts: list[list[int]], folder: Path
 ) -> Manifest:
     """Perplexity and speed of source and pack, put into the manifest in `folder`."""
-    from coop.pack_format import PACK_MANIFEST, with_measured
-    from coop.pack_measure import measure_model
+    from coop.packs.format import PACK_MANIFEST, with_measured
+    from coop.packs.measure import measure_model
 
     with _progress("measuring", 2 * sum(map(len, texts)), is_bytes=False) as advance:
         source = measure_model(options.ckpt, options.base, texts, advance)
@@ -244,9 +244,9 @@ def _summary(options: Options, packer: Packer, manifest: Manifest) -> list[str]:
 
 
 def _verify(options: Options, report: dict[str, Any], lines: list[str]) -> int:
-    from coop.pack_format import read_manifest
-    from coop.pack_verify import differing
-    from coop.packing import facts_of
+    from coop.packs.format import read_manifest
+    from coop.packs.verify import differing
+    from coop.packs.writer import facts_of
 
     manifest = read_manifest(options.folder)
     count = sum(layer.num_experts for layer in manifest.layers)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coop.pack_format import Manifest
-from coop.packing import Packer, PackRequest
+from coop.packs.format import Manifest
+from coop.packs.writer import Packer, PackRequest
 
 
 def pack(

@@ -38,7 +38,7 @@ from coop.devices import Device, Memory, open_device
 from coop.errors import CheckpointError, CoopError, ProfileError
 from coop.forecast import Forecast
 from coop.layout import Layout, resolve_layout
-from coop.pack_format import expert_paths, pack_layout, read_manifest
+from coop.packs.format import expert_paths, pack_layout, read_manifest
 from coop.plan import Plan
 from coop.policy import PriorityPolicy
 from coop.pressure import PressureGuard

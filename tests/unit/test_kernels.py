@@ -24,15 +24,13 @@ TYPES = [torch.float32, torch.bfloat16]
 def library(request: pytest.FixtureRequest) -> Iterator[kernels.Kernels]:
     """The kernels at one instruction set; skipped where this machine has not got it."""
     assert LIBRARY is not None
-    address = kernels.parallel_region()
-    assert address is not None
-    found = kernels.start(LIBRARY.library, address, request.param)
+    found = kernels.start(LIBRARY.library, request.param)
     try:
         if found.simd != kernels.SIMD_NAMES[request.param]:
             pytest.skip(f"this machine has no {kernels.SIMD_NAMES[request.param]}")
         yield found
     finally:
-        kernels.start(LIBRARY.library, address, len(kernels.SIMD_NAMES) - 1)
+        kernels.start(LIBRARY.library, len(kernels.SIMD_NAMES) - 1)
 
 
 @pytest.fixture

@@ -22,16 +22,17 @@ from safetensors.torch import load_file
 
 import coop
 from coop import pack as command
-from coop import pack_measure, packing
 from coop.adapters.attach import load_config, open_store
 from coop.adapters.transformers import load_without_experts, model_identity
 from coop.checkpoint import open_checkpoint
 from coop.devices.cpu import CpuDevice
 from coop.errors import CheckpointError, CoopError, RequestError, StoreError
 from coop.ids import ExpertId
-from coop.pack_format import lay_out, pack_layout, read_manifest
-from coop.pack_journal import JOURNAL_NAME
-from coop.pack_verify import differing
+from coop.packs import measure as pack_measure
+from coop.packs import writer
+from coop.packs.format import lay_out, pack_layout, read_manifest
+from coop.packs.journal import JOURNAL_NAME
+from coop.packs.verify import differing
 from coop.tiers import HostTier
 from tests.families import build_family
 from tests.packs import edit_json, pack, read_table, replace_table
@@ -107,7 +108,7 @@ def test_files_end_before_they_are_too_large(
     monkeypatch: pytest.MonkeyPatch, plain: Path, tmp_path: Path
 ) -> None:
     pack(plain, tmp_path / "one")
-    monkeypatch.setattr("coop.pack_format.FILE_BYTES", 40_000)
+    monkeypatch.setattr("coop.packs.format.FILE_BYTES", 40_000)
     manifest = pack(plain, tmp_path / "many")
     assert manifest.expert_files > 2
     paths = sorted((tmp_path / "many").glob("experts-*"))
@@ -119,7 +120,7 @@ def test_files_end_before_they_are_too_large(
 
 
 def test_an_expert_larger_than_a_file_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coop.pack_format.FILE_BYTES", 4096)
+    monkeypatch.setattr("coop.packs.format.FILE_BYTES", 4096)
     places, files = lay_out([((), 8192), ((), 4096)], [[0, 1], [1, 0]])
     assert [(p.layer, p.expert, p.file) for p in places] == [(0, 0, 0), (0, 1, 1), (1, 1, 2), (1, 0, 3)]
     assert [file.nbytes - len(file.header) for file in files] == [8192, 8192, 4096, 4096]
@@ -308,7 +309,7 @@ def test_a_weight_that_is_not_finite_is_not_quantised(tmp_path: Path) -> None:
 def test_a_source_that_is_replaced_while_it_is_opened_is_not_mixed(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = packing.load_dense
+    load = writer.load_dense
 
     def replaced(*arguments: Any) -> Any:
         data = (plain / "model.safetensors").read_bytes()
@@ -316,7 +317,7 @@ def test_a_source_that_is_replaced_while_it_is_opened_is_not_mixed(
         (plain / "new").rename(plain / "model.safetensors")
         return load(*arguments)
 
-    monkeypatch.setattr(packing, "load_dense", replaced)
+    monkeypatch.setattr(writer, "load_dense", replaced)
     with pytest.raises(StoreError, match="changed while it was being opened"):
         pack(plain, tmp_path / "pack")
 
@@ -351,7 +352,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     kind: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(plain, tmp_path / "whole", kind)
-    monkeypatch.setattr(packing, "SYNC_BYTES", 3 * 4096)
+    monkeypatch.setattr(writer, "SYNC_BYTES", 3 * 4096)
     with pytest.raises(Killed):
         pack(plain, tmp_path / "pack", kind, killed_after(10))
     hidden = tmp_path / ".pack.packing"
@@ -377,7 +378,7 @@ def test_what_was_damaged_in_between_is_written_again(plain: Path, tmp_path: Pat
     with (tmp_path / ".pack.packing" / EXPERTS).open("r+b") as file:
         file.seek(layout.layers[0].extents[2].offset)
         file.write(b"damage")
-    with packing.Packer.open(packing.PackRequest(ckpt=plain, out=tmp_path / "pack")) as packer:
+    with writer.Packer.open(writer.PackRequest(ckpt=plain, out=tmp_path / "pack")) as packer:
         with packer.journal() as journal:
             packer.write(journal, packer.target(), lambda nbytes: None)
             journal.publish()
@@ -425,9 +426,9 @@ def test_an_existing_pack_is_replaced_only_when_asked_and_nothing_else_is(plain:
 
 
 def test_two_packers_of_one_folder_do_not_mix(plain: Path, tmp_path: Path) -> None:
-    request = packing.PackRequest(ckpt=plain, out=tmp_path / "pack")
+    request = writer.PackRequest(ckpt=plain, out=tmp_path / "pack")
     with (
-        packing.Packer.open(request) as packer,
+        writer.Packer.open(request) as packer,
         packer.journal(),
         pytest.raises(RequestError, match="another process packs to"),
     ):
@@ -451,7 +452,7 @@ def test_a_full_disk_is_a_sentence_and_what_is_there_is_gone_on_with(
 def test_too_small_a_disk_is_refused_before_anything_is_written(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "SPARE_BYTES", 2**60)
+    monkeypatch.setattr(writer, "SPARE_BYTES", 2**60)
     with pytest.raises(RequestError, match=r"the pack needs .* more on the disk"):
         pack(plain, tmp_path / "pack")
     assert [path.name for path in (tmp_path / ".pack.packing").iterdir()] == [JOURNAL_NAME]
@@ -568,7 +569,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(packing, "_write_at", interrupted)
+    monkeypatch.setattr(writer, "_write_at", interrupted)
     assert command.main(["--ckpt", str(plain), "--out", str(tmp_path / "pack")]) == 130
     assert capsys.readouterr().err.endswith("interrupted: the same command goes on where this one stopped\n")
 

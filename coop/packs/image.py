@@ -19,8 +19,8 @@ import torch
 from coop.errors import StoreError
 from coop.ids import ExpertId
 from coop.layout import Field
-from coop.pack_format import PackedExpert
-from coop.pack_journal import WrittenExpert
+from coop.packs.format import PackedExpert
+from coop.packs.journal import WrittenExpert
 from coop.quantise import dequantise, quantise
 from coop.store import ExpertStore, bytes_of, field_views, host_memory
 

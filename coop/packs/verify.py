@@ -17,8 +17,8 @@ from coop.checkpoint import open_checkpoint
 from coop.errors import CheckpointError
 from coop.files import contained_file
 from coop.ids import ExpertId
-from coop.pack_format import read_manifest
-from coop.packing import file_sha256
+from coop.packs.format import read_manifest
+from coop.packs.writer import file_sha256
 from coop.shards import shard_paths
 from coop.store import bytes_of
 

@@ -35,7 +35,7 @@ from coop.checkpoint import ADAPTER_WEIGHTS, Checkpoint, open_checkpoint
 from coop.errors import CheckpointError, CoopError, RequestError
 from coop.files import contained_file, read_json, write_atomic
 from coop.layout import Field
-from coop.pack_format import (
+from coop.packs.format import (
     BITS,
     PACK_MANIFEST,
     Manifest,
@@ -48,8 +48,8 @@ from coop.pack_format import (
     packed_fields,
     read_manifest,
 )
-from coop.pack_image import Images
-from coop.pack_journal import Journal
+from coop.packs.image import Images
+from coop.packs.journal import Journal
 from coop.plan import format_bytes
 from coop.profile import Profile
 from coop.store import ExpertStore, bytes_of, stamp_of
