@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from coop import kernels
-from coop.quantise import dequantise
+from coop.quantise import GROUP, dequantise, padded
 from coop.store import Slot
 
 Weights = Mapping[str, torch.Tensor]
@@ -40,7 +40,8 @@ def run_decode(
     """
     library, _ = kernels.load()
     pairs = [_pair_of(experts, slot, hidden.dtype) for slot in slots] if library is not None else []
-    if library is not None and all(pairs) and hidden.stride(1) == 1:
+    fits = all(pairs) and pairs[0].takes_width(hidden.shape[1]) if pairs else False
+    if library is not None and fits and hidden.stride(1) == 1:
         if pairs[0].up.is_gated and not experts.has_post_expert_norm:
             library.experts(pairs, spans, hidden, tokens, outputs)
         else:
@@ -61,7 +62,8 @@ def token_pairs(
     if library is None or hidden.dtype != weights.dtype or not weights.is_contiguous():
         return []
     pairs = [_pair_of(experts, slot, hidden.dtype) for slot in slots]
-    is_one_step = all(pairs) and pairs[0].up.is_gated and not experts.has_post_expert_norm
+    fits = all(pairs) and pairs[0].takes_width(hidden.shape[1])
+    is_one_step = fits and pairs[0].up.is_gated and not experts.has_post_expert_norm
     return pairs if is_one_step else []
 
 
@@ -165,6 +167,9 @@ def _dequantised(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) 
     if library is None or not kernels.takes(rows):
         return dequantise(codes, scales, rows.shape[1], rows.dtype)
     shape = (codes.shape[0], rows.shape[1])
+    assert padded(rows.shape[1]) == scales.shape[1] * GROUP, (
+        f"rows of {rows.shape[1]} for {tuple(scales.shape)}"
+    )
     output = _scratch(math.prod(shape) * rows.element_size()).view(rows.dtype).view(shape)
     library.dequantise(codes, scales, output)
     return output
@@ -181,11 +186,11 @@ def _scratch(nbytes: int) -> torch.Tensor:
 
 def _pair_of(experts: Any, slot: Slot, dtype: torch.dtype) -> Any:
     """The slot's two products for the kernels, made once for each slot; False where they cannot do them."""
-    if slot.jobs is None:
+    if slot.jobs is None or slot.jobs[0] != dtype:
         up = _job_of(experts, slot.weights, _up_name(experts), dtype, is_gated=_is_silu_gated(experts))
         down = _job_of(experts, slot.weights, "down_proj", dtype)
-        slot.jobs = kernels.Pair(up, down) if up is not None and down is not None else False
-    return slot.jobs
+        slot.jobs = (dtype, kernels.Pair(up, down) if up is not None and down is not None else False)
+    return slot.jobs[1]
 
 
 def _job_of(

@@ -35,8 +35,8 @@ class Interrupts:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
             self._is_held = False
+            signal.signal(signal.SIGINT, previous)
             if self._pending:
                 number, frame = self._pending[0]
                 self._pending.clear()

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks as _hooks_of_all_modules
+from torch.nn.modules.module import _global_forward_pre_hooks as _pre_hooks_of_all_modules
 
 from coop import kernels
-from coop.adapters.linear import RoundedLinear, dtype_of
+from coop.adapters.linear import QuickLinear, RoundedLinear, dtype_of, epsilon_of
+from coop.errors import CoopError
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 EXPERTS = ("mlp", "block_sparse_moe")
+_IMPLEMENTATIONS = ("sdpa", "eager")
 _TRIAL_TOKENS = 5
 _ROUNDINGS = 16  # of the type, at the scale of the output: the two sum in different orders
 
@@ -52,7 +56,7 @@ class QuickLayer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """[sequences, tokens, width] -> the same."""
         inner = self._modules["self_attn"]
-        if args or _is_watched(self) or not _is_plain_step(inner, hidden_states, kwargs):
+        if args or _is_layer_watched(self) or not _is_plain_step(inner, hidden_states, kwargs):
             return self.__dict__["_coop_plain"].forward(self, hidden_states, *args, **kwargs)
         hidden, normed = _attend(inner, hidden_states, kwargs, self)
         experts: Any = self._modules[self.__dict__["_coop_experts"]]
@@ -67,6 +71,10 @@ def replace_attention(model: nn.Module) -> int:
         heads = _heads_of(module)
         if heads is not None:
             module.__dict__["_coop_heads"] = heads
+            names = (*PROJECTIONS, *(name for name in ("q_norm", "k_norm") if name in module._modules))
+            module.__dict__["_coop_parts"] = {name: type(module._modules[name]) for name in names}
+            if any(_is_watched(module._modules[name]) for name in names):
+                continue
             kind = (type(module), heads, *(part.out_features for part in _parts(module, PROJECTIONS)))
             replaced += _replace(module, QuickAttention, kind, tried)
     for module in list(model.modules()):
@@ -99,7 +107,7 @@ def _parts(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
 def _heads_of(module: Any) -> Heads | None:
     """The shape of an attention module; None for any other module, and for kinds that are known to differ."""
     parts = _parts(module, PROJECTIONS)
-    if not all(isinstance(part, nn.Linear | RoundedLinear) for part in parts):
+    if not all(type(part) in (QuickLinear, RoundedLinear) for part in parts) or not hasattr(module, "config"):
         return None
     query, key, value, output = parts
     width, scale = getattr(module, "head_dim", None), getattr(module, "scaling", None)
@@ -113,8 +121,8 @@ def _heads_of(module: Any) -> Heads | None:
     norm = module._modules.get("q_norm")
     if norm is None:
         return Heads(width, scale, False, 0.0)
-    norm_width, epsilon = norm.weight.shape[0], norm.__dict__.get("_coop_epsilon", 0.0)
-    is_known = epsilon > 0 and norm_width in (width, query.out_features)
+    norm_width, epsilon = norm.weight.shape[0], epsilon_of(norm)
+    is_known = epsilon > 0 and "_coop_plain" in norm.__dict__ and norm_width in (width, query.out_features)
     return Heads(width, scale, norm_width != width, epsilon) if is_known else None
 
 
@@ -123,7 +131,7 @@ def _experts_of_layer(module: Any) -> str:
     norms = _parts(module, NORMS)
     inner = module._modules.get("self_attn")
     if not isinstance(inner, QuickAttention) or not all(
-        n is not None and "_coop_epsilon" in n.__dict__ for n in norms
+        n is not None and "_coop_plain" in n.__dict__ for n in norms
     ):
         return ""
     return next((name for name in EXPERTS if name in module._modules), "")
@@ -140,6 +148,8 @@ def _is_plain_step(attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any])
         and kwargs.get("attention_mask") is None
         and not kwargs.get("output_attentions")
         and not attention.training
+        and not _is_touched(attention)
+        and getattr(attention.config, "_attn_implementation", "") in _IMPLEMENTATIONS
         and not torch.is_grad_enabled()
         and kernels.takes(hidden)
         and hidden.dtype == dtype_of(attention.q_proj) == angles[0].dtype
@@ -149,10 +159,24 @@ def _is_plain_step(attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any])
     )
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    """Whether somebody listens to a module that would be passed by."""
-    parts = (layer._modules[name] for name in ("self_attn", *NORMS))
-    return any(part is not None and (part._forward_hooks or part._forward_pre_hooks) for part in parts)
+def _is_touched(attention: nn.Module) -> bool:
+    """Whether a part that the kernels pass by is another class than it was, is patched, or has somebody listening."""
+    own = attention.__dict__["_coop_parts"]
+    parts = attention._modules
+    return bool(
+        _hooks_of_all_modules
+        or _pre_hooks_of_all_modules
+        or any(type(parts.get(name)) is not kind or _is_watched(parts[name]) for name, kind in own.items())
+    )
+
+
+def _is_watched(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _is_layer_watched(layer: nn.Module) -> bool:
+    """Whether somebody listens to a module of a decoder layer that would be passed by."""
+    return any(_is_watched(layer._modules[name]) for name in ("self_attn", *NORMS))
 
 
 def _attend(
@@ -166,6 +190,8 @@ def _attend(
     cosine, sine = (angle.view(-1, block.head_width) for angle in kwargs["position_embeddings"])
     query, key, value = library.attention_begin(block, rows, cosine, sine)
     keys, values = _cache_of(kwargs).update(key, value, attention.layer_idx)
+    if not keys.dtype == values.dtype == query.dtype or not kernels.takes(keys):
+        raise CoopError(f"the cache holds {keys.dtype} on {keys.device}, the model computes in {query.dtype}")
     return library.attention_end(block, query, keys, values, rows if layer is not None else None)
 
 
@@ -178,8 +204,10 @@ def _block_of(attention: Any, layer: Any, dtype: torch.dtype) -> kernels.Attenti
         norm._parameters["weight"] for norm in norms if norm is not None
     ]
     owner = layer if layer is not None else attention
-    places = [tensor.data_ptr() for tensor in stored]
-    found: tuple[list[int], kernels.AttentionBlock] | None = owner.__dict__.get("_coop_block")
+    stored += [part.bias for part in linear if part.bias is not None]
+    epsilons = [epsilon_of(norm) for norm in norms if norm is not None]
+    places = [*(tensor.data_ptr() for tensor in stored), *epsilons]
+    found: tuple[list[float], kernels.AttentionBlock] | None = owner.__dict__.get("_coop_block")
     if found is not None and found[0] == places:
         return found[1]
     block = kernels.AttentionBlock()
@@ -192,8 +220,12 @@ def _block_of(attention: Any, layer: Any, dtype: torch.dtype) -> kernels.Attenti
     block.query_norm, block.key_norm = addresses[:2]
     if layer is not None:
         block.norm, block.next_norm = addresses[2:]
-        block.epsilon, block.next_epsilon = (norm.__dict__["_coop_epsilon"] for norm in norms[2:])
-    block.head_width, block.scale, block.head_epsilon = heads.width, heads.scale, heads.epsilon
+        block.epsilon, block.next_epsilon = (epsilon_of(norm) for norm in norms[2:])
+    block.head_width, block.scale, block.head_epsilon = (
+        heads.width,
+        heads.scale,
+        epsilons[0] if norms[0] is not None else 0.0,
+    )
     block.type, block.is_normed_whole = kernels.type_of(dtype), heads.is_normed_whole
     owner.__dict__["_coop_block"] = (places, block)
     return block

@@ -9,17 +9,15 @@ by attach; without compiled kernels nothing is replaced.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from coop import kernels
 from coop.adapters.attention import replace_attention
-from coop.adapters.linear import QuickLinear, QuickWeight, library, needs_grad
+from coop.adapters.linear import QuickLinear, QuickWeight, epsilon_of, library, needs_grad
 
 _CHECK_ROWS = 3
-_EPSILONS = ("variance_epsilon", "eps")
 
 
 class QuickNorm(nn.Module):
@@ -31,12 +29,13 @@ class QuickNorm(nn.Module):
         """[..., width] -> [..., width]."""
         width = hidden_states.shape[-1]
         rows = hidden_states.numel() // max(1, width)
-        is_quick = rows <= kernels.MOST_ROWS * 64 and hidden_states.dtype == self.weight.dtype
+        is_same_kind = hidden_states.dtype == self.weight.dtype and width == self.weight.shape[0]
+        is_quick = 0 < rows <= kernels.MOST_ROWS * 64 and is_same_kind and kernels.takes(hidden_states)
         if not is_quick or (torch.is_grad_enabled() and needs_grad(self, hidden_states)):
             return self.__dict__["_coop_plain"].forward(self, hidden_states)
         source = hidden_states.contiguous()
         output = torch.empty_like(source)
-        library().rms_norm(source, self.weight, output, rows, self.__dict__["_coop_epsilon"])
+        library().rms_norm(source, self.weight, output, rows, epsilon_of(self))
         return output
 
 
@@ -55,7 +54,6 @@ def quicken(model: nn.Module, routers: Iterable[nn.Module] = ()) -> int:
         elif _is_rms_norm(module):
             plain = type(module)
             module.__dict__["_coop_plain"] = plain
-            module.__dict__["_coop_epsilon"] = _epsilon(module)
             module.__class__ = type(plain.__name__, (QuickNorm, plain), {"__module__": plain.__module__})
             replaced += 1
     replaced += replace_attention(model)
@@ -81,7 +79,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
     ):
         return False
     if (
-        _epsilon(module) <= 0
+        epsilon_of(module) <= 0
         or weight.dtype not in (torch.float32, torch.bfloat16)
         or weight.device.type != "cpu"
     ):
@@ -96,11 +94,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
         return False
     got = torch.empty_like(x)
-    library().rms_norm(x, weight.detach(), got, _CHECK_ROWS, _epsilon(module))
+    library().rms_norm(x, weight.detach(), got, _CHECK_ROWS, epsilon_of(module))
     roundings = 4 * torch.finfo(x.dtype).eps
     return bool(torch.allclose(got, expected, rtol=roundings, atol=0))
-
-
-def _epsilon(module: Any) -> float:
-    found = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), 0.0)
-    return float(found) if isinstance(found, float) else 0.0

@@ -16,6 +16,7 @@ from torch import nn
 from coop import kernels
 from coop.quantise import dequantise, quantise
 
+_EPSILONS = ("variance_epsilon", "eps")
 ROUNDED_AT_ONCE = 4096  # rows of a weight that are unpacked, or rounded, together
 
 
@@ -82,9 +83,9 @@ class RoundedLinear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         rows = input.numel() // self.in_features
-        job = (
-            self.job(input.dtype) if 0 < rows <= kernels.MOST_ROWS and kernels.load()[0] is not None else None
-        )
+        is_few = 0 < rows <= kernels.MOST_ROWS and input.shape[-1] == self.in_features
+        has_kernel = is_few and kernels.takes(input) and kernels.load()[0] is not None
+        job = self.job(input.dtype) if has_kernel else None
         if job is not None:
             return _product(job, input, rows)
         parts = zip(self.codes.split(ROUNDED_AT_ONCE), self.scales.split(ROUNDED_AT_ONCE), strict=True)
@@ -121,8 +122,8 @@ def dtype_of(linear: Any) -> torch.dtype:
 
 def _job_of(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> kernels.Job | None:
     """What stays of the product with a weight between calls; made anew when it has moved."""
-    at = (weight.data_ptr(), dtype)
-    found: tuple[tuple[int, torch.dtype], kernels.Job | None] | None = weight.__dict__.get("_coop_job")
+    at = (weight.data_ptr(), dtype, bias.data_ptr() if bias is not None else 0)
+    found: tuple[tuple[int, torch.dtype, int], kernels.Job | None] | None = weight.__dict__.get("_coop_job")
     if found is None or found[0] != at:
         found = weight.__dict__["_coop_job"] = (at, kernels.job_of(weight.detach(), dtype, bias=bias))
     return found[1]
@@ -132,14 +133,16 @@ def _quick_product(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor |
     """hidden [..., in] x weight [out, in]; None where the kernels do not take it."""
     width = hidden.shape[-1]
     rows = hidden.numel() // max(1, width)
-    is_few = 0 < rows <= kernels.MOST_ROWS and hidden.is_contiguous() and kernels.takes(hidden)
+    is_few = 0 < rows <= kernels.MOST_ROWS and width == weight.shape[1]
+    is_few = is_few and hidden.is_contiguous() and kernels.takes(hidden)
     job = _job_of(weight, hidden.dtype) if is_few else None
     if job is None:
         return None
     return _product(job, hidden, rows)
 
 
-def _product(job: kernels.Job, input: torch.Tensor, rows: int) -> torch.Tensor:
+def _product(template: kernels.Job, input: torch.Tensor, rows: int) -> torch.Tensor:
+    job = kernels.Job.from_buffer_copy(template)  # another thread may be in the same layer
     source = input.reshape(rows, -1)
     output = input.new_empty(rows, job.outputs)
     job.bind(source if source.stride(1) == 1 else source.contiguous(), output)
@@ -157,3 +160,9 @@ def library() -> kernels.Kernels:
     library, why = kernels.load()
     assert library is not None, why
     return library
+
+
+def epsilon_of(norm: Any) -> float:
+    """What a norm adds before the root, 0.0 where it is not known."""
+    found = next((getattr(norm, name) for name in _EPSILONS if hasattr(norm, name)), 0.0)
+    return float(found) if isinstance(found, float) else 0.0

@@ -1,7 +1,7 @@
 """Kernels: compiled products of a few rows, for what a decode step does most.
 
-Owns the loaded library, which runs on as many threads of its own as torch has; promises bits that depend on a row and
-its weights alone, not on threads or on what else is in the call. Called by execution (experts)
+Owns the loaded library and the threads it runs on, which are torch's own OpenMP threads; promises bits that
+depend on a row and its weights alone, not on threads or on what else is in the call. Called by execution (experts)
 and by the dense modules. Where there is no library, `load` says why and torch does the same work more slowly.
 """
 
@@ -27,10 +27,11 @@ SIMD_VARIABLE = (
 )
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 TYPES = (torch.float32, torch.bfloat16)
+_OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
-    "coop_start": (ctypes.c_int,),
+    "coop_start": (_POINTER, ctypes.c_int),
     "coop_products": (_POINTER, _COUNT, ctypes.c_int),
     "coop_experts": (
         *(_POINTER, _POINTER, _POINTER, _COUNT),
@@ -104,6 +105,10 @@ class Pair:
         self.up, self.down = up, down
         self.up_address, self.down_address = ctypes.addressof(up), ctypes.addressof(down)
 
+    def takes_width(self, width: int) -> bool:
+        """Whether rows of this width are what the first product expects; codes are padded to whole groups."""
+        return width == self.up.columns or (self.up.scales and 0 <= self.up.columns - width < 32)
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -113,7 +118,7 @@ class Kernels:
     simd: str
 
     def products(self, jobs: Any, count: int) -> None:
-        """Run `count` jobs of a ctypes array in one parallel loop over as many threads as torch has."""
+        """Run `count` jobs of a ctypes array in one parallel region of torch's threads."""
         self.library.coop_products(
             jobs if isinstance(jobs, ctypes.Array) else ctypes.byref(jobs), count, torch.get_num_threads()
         )
@@ -289,13 +294,16 @@ def load() -> tuple[Kernels | None, str]:
     path = _library_path()
     if path is None:
         return None, "not compiled; reinstall coop where gcc or clang is"
+    address = parallel_region()
+    if address is None:
+        return None, "unusable: torch's OpenMP runtime was not found"
     try:
         library = ctypes.CDLL(str(path))
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as exc:
         return None, f"unusable: {path.name} cannot be loaded: {exc}"
-    return start(library, int(bound) if bound.isdigit() else len(SIMD_NAMES) - 1), ""
+    return start(library, address, int(bound) if bound.isdigit() else len(SIMD_NAMES) - 1), ""
 
 
 def describe() -> str:
@@ -304,9 +312,9 @@ def describe() -> str:
     return f"compiled kernels ({found.simd})" if found is not None else f"torch, more slowly (kernels {why})"
 
 
-def start(library: Any, most_simd: int) -> Kernels:
+def start(library: Any, parallel_region: int, most_simd: int) -> Kernels:
     """Choose the instruction set, at most `most_simd`, for the whole process."""
-    return Kernels(library, SIMD_NAMES[library.coop_start(most_simd)])
+    return Kernels(library, SIMD_NAMES[library.coop_start(parallel_region, most_simd)])
 
 
 def job_of(
@@ -338,8 +346,9 @@ def job_of(
         or (is_transposed and not is_plain)
     ):
         return None
-    outputs = weight.shape[1] if is_transposed else weight.shape[0]
+    outputs, columns = (weight.shape[1], weight.shape[0]) if is_transposed else weight.shape
     return Job(
+        columns=2 * columns if weight.dtype == torch.uint8 else columns,
         weight=weight.data_ptr(),
         scales=scales.data_ptr() if scales is not None else None,
         bias=bias.data_ptr() if bias is not None else None,
@@ -372,3 +381,26 @@ def _library_path() -> Path | None:
     """Where the build left the library: beside this file."""
     found = importlib.util.find_spec("coop.kernels._native")
     return Path(found.origin) if found is not None and found.origin is not None else None
+
+
+def parallel_region() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; Intel's and LLVM's offer it as well."""
+    for path in _openmp_paths():
+        try:
+            function = ctypes.CDLL(str(path)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def _openmp_paths() -> list[Path]:
+    """Runtimes that this process has mapped, torch's own first."""
+    beside = [p for name in _OPENMP_NAMES for p in (Path(torch.__file__).parent / "lib").glob(f"{name}*")]
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return sorted(beside)
+    mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    found = [Path(p) for p in mapped if Path(p).name.startswith(_OPENMP_NAMES)]
+    return sorted(found, key=lambda p: (p not in beside, p))

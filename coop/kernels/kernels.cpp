@@ -1,18 +1,14 @@
 // Decode kernels: the products of a layer's few rows with its experts, and what surrounds them.
 //
-// Plain C entry points for ctypes; no Python, no torch. Threads are a pool of our own, whose caller never waits for a
-// thread that has not begun: on a busy core, a team that joins at every loop's end stands still with its slowest member.
+// Plain C entry points for ctypes; no Python, no torch. Threads are those of torch's own OpenMP runtime, which is
+// handed in by address: a second pool would spin against the first on the same cores.
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
-#include <thread>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -328,9 +324,11 @@ static inline void load_int4(const uint8_t* p, V16& low, V16& high) {
 
 namespace {
 
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using Run = void (*)(const Job&, int64_t, int64_t);
 using Attend = void (*)(const Attention&, int64_t, float*);
 
+Parallel parallel_region = nullptr;
 Run run_block = portable::run;
 Attend attend_head = portable::attend;
 int simd_level = 0;
@@ -345,84 +343,7 @@ bool takes_pairs([[maybe_unused]] const Job& job) {
 
 thread_local std::vector<float> scratch;
 
-void relax() {
-#if defined(COOP_X86)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Threads that help the caller of `run`. Work is taken piece by piece from a shared counter, so whoever is there does
-// it; at the end the caller closes the door, and waits only for those who are inside.
-class Pool {
- public:
-  using Task = void (*)(void*);
-
-  void run(Task task, void* data, int threads) {
-    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-    if (threads < 2 || !turn.owns_lock()) return task(data);  // another thread's loop has the helpers: alone, then
-    while (static_cast<int>(count_) < threads - 1) {
-      std::thread(&Pool::help, this, count_++).detach();
-    }
-    task_ = task;
-    data_ = data;
-    allowed_ = threads - 1;
-    is_open_.store(true);
-    epoch_.fetch_add(1);
-    if (sleepers_.load() > 0) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      wake_.notify_all();
-    }
-    task(data);
-    is_open_.store(false);
-    while (inside_.load() > 0) relax();
-  }
-
- private:
-  void help(int index) {
-    uint64_t seen = 0;
-    for (;;) {
-      wait(seen);
-      seen = epoch_.load();
-      inside_.fetch_add(1);  // before the door is looked at: the caller sees one of the two
-      if (is_open_.load() && index < allowed_) task_(data_);
-      inside_.fetch_sub(1);
-    }
-  }
-
-  void wait(uint64_t seen) {
-    const auto until = std::chrono::steady_clock::now() + SPIN;
-    for (int turn = 0; epoch_.load() == seen; ++turn) {
-      relax();
-      if (turn % 64 == 63 && std::chrono::steady_clock::now() > until) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        sleepers_.fetch_add(1);
-        wake_.wait(lock, [&] { return epoch_.load() != seen; });
-        sleepers_.fetch_sub(1);
-        return;
-      }
-    }
-  }
-
-  static constexpr std::chrono::microseconds SPIN{1000};  // the Python between two loops takes a fifth of that
-  std::mutex turn_, mutex_;
-  std::condition_variable wake_;
-  std::atomic<uint64_t> epoch_{0};
-  std::atomic<int> inside_{0}, sleepers_{0};
-  std::atomic<bool> is_open_{false};
-  int count_ = 0;
-  std::atomic<int> allowed_{0};
-  std::atomic<Task> task_{nullptr};
-  std::atomic<void*> data_{nullptr};
-};
-
-Pool& pool() {
-  static Pool* one = new Pool;  // never destroyed: its threads outlive everything
-  return *one;
-}
-
-// Work of one parallel loop: blocks of outputs of every job, taken one after another by whoever is free.
+// Work of one parallel region: blocks of outputs of every job, taken one after another by whoever is free.
 struct Work {
   const Job* jobs;
   int64_t count;
@@ -634,7 +555,7 @@ void run_all(Job* jobs, int64_t count, int threads) {
   }
   Work work{jobs, count, first_block.data(), {0}};
   if (threads > 1 && first_block[count] > 1)
-    pool().run(work_on, &work, threads);
+    parallel_region(work_on, &work, static_cast<unsigned>(threads), 0);
   else
     work_on(&work);
 }
@@ -643,9 +564,10 @@ void run_all(Job* jobs, int64_t count, int threads) {
 
 extern "C" {
 
-// `most_simd` bounds the instruction set (3 AVX-512 with bfloat16 products, 2 AVX-512, 1 AVX2, 0 none). Returns the
-// level in use.
-int coop_start(int most_simd) {
+// GOMP_parallel of the OpenMP runtime that torch uses. `most_simd` bounds the instruction set (3 AVX-512
+// with bfloat16 products, 2 AVX-512, 1 AVX2, 0 none). Returns the level in use.
+int coop_start(void* gomp_parallel, int most_simd) {
+  parallel_region = reinterpret_cast<Parallel>(gomp_parallel);
   run_block = portable::run;
   attend_head = portable::attend;
   simd_level = 0;
@@ -675,7 +597,7 @@ void coop_rms_norm(const void* source, const void* weight, void* output, int64_t
   for (int64_t row = 0; row < rows; ++row) norm_row(source, weight, output, row * width, width, epsilon, type);
 }
 
-// The first half of an attention step: norm if there is one, query, key and value in one loop, norm and rotation of
+// The first half of an attention step: norm if there is one, query, key and value in one region, norm and rotation of
 // each head. hidden [rows, width]; cosine and sine [head_width] for each row, `angle_pitch` bytes apart, 0 if all share
 // one; heads receives query [rows, heads, head_width], then key and value [rows, key_heads, head_width].
 void coop_attention_begin(const AttentionBlock* block, const void* hidden, int64_t rows, const void* cosine,
@@ -732,7 +654,7 @@ void coop_attention_end(const AttentionBlock* block, const void* query, const vo
                  {key_pitch[0], key_pitch[1], key_pitch[2]}, {value_pitch[0], value_pitch[1], value_pitch[2]},
                  rows * heads, block->scale, block->type, {0}};
   if (threads > 1 && work.count * tokens * block->head_width > SERIAL_NUMBERS)
-    pool().run(attend_heads, &work, threads);
+    parallel_region(attend_heads, &work, static_cast<unsigned>(threads), 0);
   else
     attend_heads(&work);
   Job job = block->output;
@@ -778,7 +700,7 @@ void coop_combine(const void* outputs, int64_t pitch, const void* weights, const
     std::memcpy(result, total, count * width * sizeof(float));
 }
 
-// Every job's product, in one parallel loop of `threads`. Jobs must not read what another one writes.
+// Every job's product, in one parallel region of `threads`. Jobs must not read what another one writes.
 void coop_products(Job* jobs, int64_t count, int threads) { run_all(jobs, count, threads); }
 
 // Integer codes as numbers: output [outputs, columns] of `type`, code * scale, rounded once.
@@ -786,7 +708,7 @@ void coop_dequantise(const void* weight, const uint16_t* scales, int kind, int64
                      void* output, int type, int threads) {
   Dequantise work{static_cast<const uint8_t*>(weight), scales, kind, outputs, columns, output, type, {0}};
   if (threads > 1 && outputs > DEQUANTISE_ROWS)
-    pool().run(dequantise_rows, &work, threads);
+    parallel_region(dequantise_rows, &work, static_cast<unsigned>(threads), 0);
   else
     dequantise_rows(&work);
 }

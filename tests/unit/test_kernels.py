@@ -24,13 +24,15 @@ TYPES = [torch.float32, torch.bfloat16]
 def library(request: pytest.FixtureRequest) -> Iterator[kernels.Kernels]:
     """The kernels at one instruction set; skipped where this machine has not got it."""
     assert LIBRARY is not None
-    found = kernels.start(LIBRARY.library, request.param)
+    address = kernels.parallel_region()
+    assert address is not None
+    found = kernels.start(LIBRARY.library, address, request.param)
     try:
         if found.simd != kernels.SIMD_NAMES[request.param]:
             pytest.skip(f"this machine has no {kernels.SIMD_NAMES[request.param]}")
         yield found
     finally:
-        kernels.start(LIBRARY.library, len(kernels.SIMD_NAMES) - 1)
+        kernels.start(LIBRARY.library, address, len(kernels.SIMD_NAMES) - 1)
 
 
 @pytest.fixture
@@ -166,7 +168,7 @@ def test_every_family_decodes_through_the_kernels(
     with coop.attach(tmp_path, budget="50%") as runtime, torch.inference_mode():
         runtime.model(torch.tensor([[5, 6, 7]]), use_cache=False)
         slots = [slot for slot in runtime.scheduler.residency._slots.values() if slot.jobs is not None]
-        assert slots and all(isinstance(slot.jobs, kernels.Pair) for slot in slots)
+        assert slots and all(isinstance(slot.jobs[1], kernels.Pair) for slot in slots)
 
 
 def test_without_kernels_torch_computes_and_the_reason_is_in_words(
