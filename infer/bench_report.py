@@ -31,14 +31,7 @@ KEYS = (
 )  # fmt: skip
 NOT_RUN = "not run"
 NOTE = "note"
-DROPPED = (
-    "read GB",
-    "min-max",
-    "p50 ms",
-    "ttft ms",
-    "p99 ms",
-    "weights",
-)  # first to last on a narrow terminal
+DROPPED = ("read GB", "min-max", "p50 ms", "ttft ms", "p99 ms", "hits")  # in this order, where it is narrow
 COLOURS = ("#0b6e4f", "#c1292e", "#1f5fa8", "#d98324", "#6a4c93", "#555555")
 HOLLOW: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2, "linewidth": 0}
 MARKS = ("o", "s", "D", "^", "v", "P")
@@ -116,7 +109,9 @@ def show(console: Any, rows: Sequence[dict[str, Any]], main: str) -> None:
         for name in DROPPED:
             if name in lines and _width(console, lines) > console.width and not _is_main(name, main):
                 del lines[name]
-    console.print(_table(lines))
+    table = _table(lines)
+    table.width = _width(console, lines)  # cells stay whole on any terminal, which may break lines itself
+    console.print(table, crop=False)
     for number, note in enumerate(notes[1:], 1):
         console.print(f"({number}) {note}", soft_wrap=True, highlight=False)
 
@@ -137,7 +132,7 @@ def _table(lines: dict[str, list[str]]) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in lines:
         table.add_column(name, justify="left" if name in ("engine", "weights", NOTE) else "right")
     for cells in zip(*lines.values(), strict=True):
@@ -171,7 +166,7 @@ def _cells(row: dict[str, Any], main: str) -> dict[str, str]:
         "engine": row["engine"],
         "weights": row["dtype"] or "",
         "experts": f"{budget:.0%}" if budget is not None else "",
-        "limit GB": f"{limit / 1e9:.2f}" if limit else "none",
+        "limit GB": f"{limit / 1e9:.2f}" if limit else "" if row["seed"] is None else "none",
         **middle,
         "hits": f"{row['hit_rate']:.1%}" if row["hit_rate"] is not None else "",
         "read GB": _show(row["bytes_read"], ".2f", 1e9),
@@ -287,7 +282,9 @@ def _label_budgets(axes: Any, measured: Sequence[dict[str, Any]], color: str) ->
         if row["budget_fraction"] is not None:
             place = (_memory_gb(row), row["tokens_per_s"])
             text = f"{row['budget_fraction']:.0%}"
-            axes.annotate(text, place, (8, 5), textcoords="offset points", fontsize=8, color=color)
+            axes.annotate(
+                text, place, (-7, 6), textcoords="offset points", fontsize=8, color=color, ha="right"
+            )
 
 
 def _rates(rows: Sequence[dict[str, Any]]) -> list[float]:

@@ -1,7 +1,8 @@
 """Line-up: which arms a comparison has, and which it cannot have and why.
 
-Owns the rule for memory limits; promises that baselines get the limits that coop gets, and that a baseline that
-is asked for and cannot run here is named. Called by `infer.bench`.
+Owns the rules for memory limits and for packs, which must be of the checkpoint's model; promises that baselines get
+the limits that coop gets, and that a baseline that is asked for and cannot run here is named. Called by
+`infer.bench`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Trace:
     def load(cls, path: Path) -> Trace:
         """Read `ids` and `n_experts` from an .npz file. DataError says what is wrong with it."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 ids, num_experts = arrays["ids"], int(arrays["n_experts"])
         except UNREADABLE as exc:
             raise DataError(

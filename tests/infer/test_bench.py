@@ -552,7 +552,7 @@ def test_the_parts_of_a_call_are_told_apart() -> None:
     from infer.token_profile import PARTS, TokenProfile
 
     waits = SimpleNamespace(total=0.0)
-    calendar = SimpleNamespace(record_compute=lambda layer, rows, seconds: None)
+    calendar = SimpleNamespace(record_compute=lambda layer, rows, seconds, experts: None)
 
     def execute(layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         waits.total += 2.0
