@@ -21,11 +21,13 @@ import numpy as np
 from coop.errors import CoopError
 from coop.files import write_atomic
 from infer.contest import Arm
+from infer.lineup import SHORT_DTYPES
 from infer.pagecache import cached_bytes, weight_files
 from infer.timing import Timing, peak_rss_bytes, rss_bytes
 
 WARM_PROMPT, WARM_TOKENS = 256, 8  # enough to touch nearly every expert once, and the decode path
 LEAST_TOKENS = 4  # a time limit never cuts a run shorter
+TORCH_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
 ACCELERATE_SHARE = 0.5  # of the limit for weights that stay; the rest is for layers on their way through
 
 
@@ -268,7 +270,7 @@ def _transformers(arm: Arm) -> Iterator[Engine]:
     yield TorchEngine(
         AutoModelForCausalLM.from_pretrained(
             arm.path,
-            dtype=torch.bfloat16,
+            dtype=getattr(torch, TORCH_DTYPES.get(arm.dtype, arm.dtype)),
             experts_implementation="grouped_mm",
             local_files_only=True,
             trust_remote_code=False,
@@ -284,7 +286,7 @@ def _accelerate(arm: Arm) -> Iterator[Engine]:
     yield TorchEngine(
         AutoModelForCausalLM.from_pretrained(
             arm.path,
-            dtype=torch.bfloat16,
+            dtype=getattr(torch, TORCH_DTYPES.get(arm.dtype, arm.dtype)),
             experts_implementation="grouped_mm",
             device_map="auto",
             max_memory={"cpu": int(arm.memory_bytes * ACCELERATE_SHARE)},

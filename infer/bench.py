@@ -27,13 +27,26 @@ from coop.files import write_atomic
 from coop.strategy import STRATEGIES, get_strategy
 from infer.contest import Arm, Contest
 from infer.limits import why_unlimited
-from infer.lineup import BASELINES, check_baselines, line_up
+from infer.lineup import (
+    BASELINES,
+    Shape,
+    check_baselines,
+    check_packs,
+    line_up,
+    num_experts,
+    parse_memory_limit,
+)
 from infer.timing import Timing
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from infer.lineup import Lineup
 
-EXIT_REFUSED, EXIT_INTERRUPTED = 2, 130
+EXIT_NO_NUMBER, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+STDOUT = Path("-")
+PIPE_COLUMNS = 150
+LEAST_PROFILED = 3
 MAIN = {"decode": "tokens_per_s", "prefill": "ttft_ms", "profile-token": "tokens_per_s"}
 DEFAULT_PROMPTS = {"decode": "16", "prefill": "32,128,512,2048", "profile-token": "16"}
 DEFAULT_TOKENS = {"decode": 64, "prefill": 1, "profile-token": 64}
@@ -52,7 +65,7 @@ MAX_THREADS = 1024
 
 EXAMPLES = """\
 examples:
-  python -m infer.bench decode --ckpt runs/demo
+  python -m infer.bench decode --ckpt models/bench-moe --pack packs/bench-int4
   python -m infer.bench decode --ckpt models/bench-moe --baseline transformers,accelerate,llamacpp --plot bench.png
   python -m infer.bench prefill --ckpt models/bench-moe --prompt-tokens 32,512 --budget 100%,50% --json prefill.json
   python -m infer.bench profile-token --ckpt models/bench-moe --budget 50%
@@ -99,23 +112,40 @@ class Options:
             )
         if not 0 < self.limit_seconds < 10**6:
             raise RequestError(f"--limit-seconds {self.limit_seconds}: pass seconds above 0, such as 300")
-        if self.memory_limit not in ("auto", "none") and not self.memory_limit.isdecimal():
-            raise RequestError(f"--memory-limit {self.memory_limit}: pass auto, none or bytes")
+        if self.memory_limit not in ("auto", "none"):
+            parse_memory_limit(self.memory_limit)
         check_baselines(self.baselines)
         get_strategy(self.strategy)
         if self.plot_file is not None and self.plot_file.suffix.lower() not in PICTURE_ENDINGS:
             raise RequestError(f"--plot {self.plot_file}: a picture must end in {', '.join(PICTURE_ENDINGS)}")
-        if self.task == "profile-token" and (
-            self.baselines or self.packs or self.plot_file or self.tokens < 3
-        ):
-            raise RequestError(
-                "profile-token takes one --ckpt, no baselines and no plot, and 3 --tokens or more"
-            )
-        if self.replay is not None and (self.task != "decode" or not self.replay.is_file()):
-            raise RequestError(f"--replay {self.replay}: decode takes it, and it must be a file")
+        if self.task == "profile-token":
+            self._check_profile()
+        if self.replay is not None and self.task != "decode":
+            raise RequestError(f"--replay {self.replay}: only decode takes it, not {self.task}")
+        if self.replay is not None and not self.replay.is_file():
+            what = "not a file" if self.replay.exists() else "no such file"
+            raise RequestError(f"--replay {self.replay}: {what}")
         for place in (self.json_file, self.plot_file):
             if place is not None and (place.is_dir() or not place.absolute().parent.is_dir()):
                 raise RequestError(f"{place}: name a file in a folder that exists")
+
+    def _check_profile(self) -> None:
+        """RequestError for what profile-token, which looks at coop on one model alone, cannot take."""
+        if self.baselines:
+            raise RequestError("profile-token looks into coop alone: leave --baseline out")
+        if self.packs:
+            raise RequestError("profile-token takes one model: pass the pack as --ckpt, without --pack")
+        if self.plot_file:
+            raise RequestError("profile-token draws no picture: leave --plot out; --json keeps its numbers")
+        if self.tokens < LEAST_PROFILED:
+            raise RequestError(
+                f"--tokens {self.tokens}: profile-token needs {LEAST_PROFILED} or more to see a token of its own"
+            )
+
+    @property
+    def is_json_on_stdout(self) -> bool:
+        """Whether standard output is for JSON alone."""
+        return self.json_file == STDOUT
 
     @property
     def main(self) -> str:
@@ -139,13 +169,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_subjects(parser.add_argument_group("what is measured"))
     _add_conditions(parser.add_argument_group("how"))
     out = parser.add_argument_group("what comes out")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write every row and the machine as JSON")
+    out.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write every row and the machine as JSON; - for stdout, alone",
+    )
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rows")
     return parser
 
 
 def _add_subjects(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ckpt", type=Path, required=True, metavar="DIR", help="checkpoint folder")
+    group.add_argument(
+        "--ckpt", type=Path, required=True, metavar="DIR", help="a full model or a pack, not an adapter"
+    )
     group.add_argument(
         "--pack", default="", metavar="DIR,DIR", help="packs of the same model, from coop.pack"
     )
@@ -182,8 +219,9 @@ def _add_conditions(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory-limit",
         default="auto",
-        metavar="auto|none|BYTES",
-        help="auto: below 100%%, dense weights + budget + a quarter of that (at least 768 MiB) for the process; "
+        metavar="auto|none|SIZE",
+        help="a size such as 900MB or 1.5GiB for every arm; "
+        "auto: below 100%%, dense weights + budget + a quarter of that (at least 768 MiB) for the process; "
         "baselines get the same limits (default: auto)",
     )
     group.add_argument(
@@ -250,11 +288,10 @@ def run(options: Options) -> int:
         gguf_dir = options.gguf_dir or Path(temporary)
         gguf_dir.mkdir(parents=True, exist_ok=True)
         lineup = _line_up(options, gguf_dir)
-        failures, is_interrupted = {}, False
-        contest = Contest([], options.runs, _say)
+        is_interrupted = False
+        contest = Contest(lineup.arms, options.runs, _say)
         try:
             failures = _prepare(lineup)
-            contest = Contest(lineup.arms, options.runs, _say)
             for outcome in contest.outcomes:
                 outcome.error = failures.get(outcome.arm.path, "")
             contest.run()
@@ -262,13 +299,14 @@ def run(options: Options) -> int:
             is_interrupted = True
             _say("interrupted; this is what there is")
         _report(options, lineup, contest)
-    return EXIT_INTERRUPTED if is_interrupted else 0
+    if is_interrupted:
+        return EXIT_INTERRUPTED
+    has_number = any(outcome.found for outcome in contest.outcomes if outcome.arm.engine == "coop")
+    return 0 if has_number else EXIT_NO_NUMBER
 
 
 def _profile_token(options: Options) -> int:
     """In this process: the clocks stand inside the engine."""
-    from rich.console import Console
-
     from infer import arms, token_profile
 
     template = _template(options, _config(options.ckpt))
@@ -281,11 +319,29 @@ def _profile_token(options: Options) -> int:
         started_s, times_s = engine.run(*arms.token_ids(arm, arm.prompt_tokens[0], arm.new_tokens), forever_s)
     table_ms = profile.table_ms()
     rate = Timing.of(started_s, times_s).tokens_per_s
-    Console().print(token_profile.render(table_ms, rate))
-    if options.json_file is not None:
-        document = {"parts": token_profile.PARTS, "layers_ms": table_ms.tolist(), "tokens_per_s": rate}
-        write_atomic(options.json_file, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    _console(options).print(token_profile.render(table_ms, rate))
+    _write_json(options, {"parts": token_profile.PARTS, "layers_ms": table_ms.tolist(), "tokens_per_s": rate})
     return 0
+
+
+def _console(options: Options) -> Console:
+    """Where tables go: as wide as the terminal, or wide enough for a table where there is none."""
+    from rich.console import Console
+
+    stream = sys.stderr if options.is_json_on_stdout else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else PIPE_COLUMNS, markup=False)
+
+
+def _write_json(options: Options, document: dict[str, Any]) -> None:
+    """To the file or to standard output, where --json asks for it."""
+    if options.json_file is None:
+        return
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    if options.is_json_on_stdout:
+        print(text, end="", flush=True)
+    else:
+        write_atomic(options.json_file, text.encode())
+        _say(f"numbers: {options.json_file}")
 
 
 def _line_up(options: Options, gguf_dir: Path) -> Lineup:
@@ -299,6 +355,8 @@ def _line_up(options: Options, gguf_dir: Path) -> Lineup:
     template = _template(options, config)
     _check_replay(options, config)
     folders = (options.ckpt, *options.packs)
+    if options.packs:
+        check_packs({folder: Shape.of(folder, _config(folder)) for folder in folders})
     return line_up(
         template, folders, options.budgets, options.baselines, memory_limit, config.model_type, gguf_dir
     )
@@ -349,7 +407,7 @@ def _check_replay(options: Options, config: Any) -> None:
     from infer.replay import Trace
 
     trace = Trace.load(options.replay)
-    experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+    experts = num_experts(config)
     trace.check(experts)
     _say("replay: " + trace.describe(config.num_hidden_layers, experts, config.num_experts_per_tok))
 
@@ -362,22 +420,17 @@ def _prepare(lineup: Lineup) -> dict[str, str]:
 
 
 def _report(options: Options, lineup: Lineup, contest: Contest) -> None:
-    from rich.console import Console
-
     from infer import bench_report
 
     rows = bench_report.rows_of(contest.outcomes, lineup.absent, options.main)
     facts = [found["facts"] for outcome in contest.outcomes for found in outcome.found]
     machine = _machine(options, next((f for f in facts if "hardware" in f), {}))
     title = f"{options.task}: {options.ckpt.resolve().name}, {options.threads} threads"
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(bench_report.render(rows, options.main))
+    console = _console(options)
+    bench_report.show(console, rows, options.main)
     if options.runs == 1:
         console.print("one run: no spread")
-    if options.json_file is not None:
-        document = {"task": options.task, "machine": machine, "rows": rows}
-        write_atomic(options.json_file, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
-        _say(f"rows: {options.json_file}")
+    _write_json(options, {"task": options.task, "machine": machine, "rows": rows})
     if options.plot_file is not None:
         bench_report.plot(rows, options.plot_file, options.main, title)
         _say(f"picture: {options.plot_file}")
@@ -414,7 +467,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done (also with absent baselines), 2 refused, 130 interrupted."""
+    """Exit code: 0 done (also with absent baselines), 1 no arm of coop gave a number, 2 refused, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["--arm"]:

@@ -7,6 +7,7 @@ or is absent is shown with its reason. Called by `infer.bench`.
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ KEYS = (
     "spread", "runs", "peak_bytes", "rss_bytes", "group_peak_bytes", "page_cache_grew_bytes", "load_seconds",
     "hits_decode", "misses_decode", "is_cut", "seed", "strategy", "replay", "path", "error", "skipped",
 )  # fmt: skip
+NOT_RUN = "not run"
+NOTE = "note"
+DROPPED = ("read GB", "min-max", "p50 ms", "ttft ms", "p99 ms", "hits")  # in this order, where it is narrow
 COLOURS = ("#0b6e4f", "#c1292e", "#1f5fa8", "#d98324", "#6a4c93", "#555555")
+HOLLOW: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2, "linewidth": 0}
 MARKS = ("o", "s", "D", "^", "v", "P")
 
 
@@ -54,6 +59,7 @@ def rows_of(outcomes: Sequence[Outcome], absent: Sequence[Absent], main: str) ->
                 "path": Path(arm.path).name,
                 "runs": len(outcome.found),
                 "error": outcome.error or None,
+                "skipped": None if outcome.found or outcome.error else NOT_RUN,
             }
             rows.append(row | _numbers(outcome.found, place, main))
     for gone in absent:
@@ -94,52 +100,86 @@ def _largest(samples: Sequence[dict[str, Any]], name: str) -> int | None:
     return max((sample[name] for sample in samples if sample.get(name) is not None), default=None)
 
 
-def render(rows: Sequence[dict[str, Any]], main: str) -> Any:
-    """A rich table of the rows."""
+def show(console: Any, rows: Sequence[dict[str, Any]], main: str) -> None:
+    """Print the rows as a table that fits the console; what does not fit goes: notes below, then columns."""
+    lines, notes = _columns(rows, main), [""]
+    if _width(console, lines) > console.width:
+        notes += dict.fromkeys(note for note in lines[NOTE] if note)
+        lines[NOTE] = [f"({notes.index(note)})" if note else "" for note in lines[NOTE]]
+        for name in DROPPED:
+            if name in lines and _width(console, lines) > console.width and not _is_main(name, main):
+                del lines[name]
+    table = _table(lines)
+    table.width = _width(console, lines)  # cells stay whole on any terminal, which may break lines itself
+    console.print(table, crop=False)
+    for number, note in enumerate(notes[1:], 1):
+        console.print(f"({number}) {note}", soft_wrap=True, highlight=False)
+
+
+def _is_main(name: str, main: str) -> bool:
+    return main == "ttft_ms" and name == "ttft ms"
+
+
+def _width(console: Any, lines: dict[str, list[str]]) -> int:
+    from rich.measure import Measurement
+
+    unbounded = console.options.update(width=10**4)
+    return int(Measurement.get(console, unbounded, _table(lines)).maximum)
+
+
+def _table(lines: dict[str, list[str]]) -> Any:
+    """A rich table of columns of cells by heading."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("engine", "weights", "experts", "limit GB"):
-        table.add_column(name, justify="left" if name in ("engine", "weights") else "right")
-    headings = (
-        ("prompt", "ttft ms", "min-max")
-        if main == "ttft_ms"
-        else ("tokens/s", "min-max", "p50 ms", "p99 ms", "ttft ms")
-    )
-    for name in (*headings, "hits", "read GB", "peak GB"):
-        table.add_column(name, justify="right")
-    table.add_column("note")
-    for row in rows:
-        table.add_row(*_cells(row, main))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in lines:
+        table.add_column(name, justify="left" if name in ("engine", "weights", NOTE) else "right")
+    for cells in zip(*lines.values(), strict=True):
+        table.add_row(*cells)
     return table
 
 
-def _cells(row: dict[str, Any], main: str) -> list[str]:
+def _columns(rows: Sequence[dict[str, Any]], main: str) -> dict[str, list[str]]:
+    """Cells by heading, one for each row."""
+    cells = [_cells(row, main) for row in rows]
+    return {name: [row[name] for row in cells] for name in cells[0]} if cells else {NOTE: []}
+
+
+def _cells(row: dict[str, Any], main: str) -> dict[str, str]:
+    """A row's cells by heading."""
     spread = row["spread"]
     between = f"{spread[0]:.4g}-{spread[1]:.4g}" if spread and row["runs"] > 1 else ""
+    ttft = _show(row["ttft_ms"], ".0f" if main == "ttft_ms" else ".1f")
     if main == "ttft_ms":
-        middle = [_show(row["prompt_tokens"], ".0f"), _show(row["ttft_ms"], ".0f"), between]
+        middle = {"prompt": _show(row["prompt_tokens"], ".0f"), "ttft ms": ttft, "min-max": between}
     else:
-        rates = [_show(row[name], ".1f") for name in ("token_ms_p50", "token_ms_p99", "ttft_ms")]
-        middle = [_show(row["tokens_per_s"], ".2f"), between, *rates]
+        middle = {
+            "tokens/s": _show(row["tokens_per_s"], ".2f"),
+            "min-max": between,
+            "p50 ms": _show(row["token_ms_p50"], ".1f"),
+            "p99 ms": _show(row["token_ms_p99"], ".1f"),
+            "ttft ms": ttft,
+        }
     budget, limit = row["budget_fraction"], row["memory_limit_bytes"]
-    return [
-        row["engine"],
-        row["dtype"] or "",
-        f"{budget:.0%}" if budget is not None else "",
-        f"{limit / 1e9:.2f}" if limit else "none",
-        *middle,
-        f"{row['hit_rate']:.1%}" if row["hit_rate"] is not None else "",
-        _show(row["bytes_read"], ".2f", 1e9),
-        _show(row["peak_bytes"], ".2f", 1e9),
-        _note(row),
-    ]
+    return {
+        "engine": row["engine"],
+        "weights": row["dtype"] or "",
+        "experts": f"{budget:.0%}" if budget is not None else "",
+        "limit GB": f"{limit / 1e9:.2f}" if limit else "" if row["seed"] is None else "none",
+        **middle,
+        "hits": f"{row['hit_rate']:.1%}" if row["hit_rate"] is not None else "",
+        "read GB": _show(row["bytes_read"], ".2f", 1e9),
+        "peak GB": _show(row["peak_bytes"], ".2f", 1e9),
+        NOTE: _note(row),
+    }
 
 
 def _note(row: dict[str, Any]) -> str:
     cut = f"time limit: {row['new_tokens']} tokens" if row["is_cut"] else ""
-    return row["error"] or (f"skipped: {row['skipped']}" if row["skipped"] else cut)
+    if row["skipped"] is None:
+        return row["error"] or cut
+    return NOT_RUN if row["skipped"] == NOT_RUN else f"skipped: {row['skipped']}"
 
 
 def _show(value: float | None, form: str, unit: float = 1) -> str:
@@ -149,8 +189,8 @@ def _show(value: float | None, form: str, unit: float = 1) -> str:
 def plot(rows: Sequence[dict[str, Any]], path: Path, main: str, title: str) -> None:
     """Write a picture: `main` against memory for decode, against prompt length for prefill.
 
-    A line for each engine and dtype; where there is no limit, a hollow point stands at the process's peak. A
-    cross at the foot marks a limit at which an arm was killed or failed.
+    A line for each engine and dtype joins its limits; where there is no limit, a hollow point stands alone at the
+    process's peak. A cross at the foot marks a limit at which an arm was killed or failed. Absent arms are named.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -173,7 +213,18 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, main: str, title: str) -> N
     axes.yaxis.set_major_formatter(_plain)
     axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    figure.supxlabel(_absences(rows), fontsize=8, color="#666666", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
+
+
+def _absences(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each arm that is not in the picture."""
+    lines = [f"{_name(row)}: {row['skipped']}" for row in rows if row["skipped"]]
+    return "\n".join(textwrap.shorten(line, 130) for line in dict.fromkeys(lines))
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['engine']} {row['dtype'] or ''}".strip()
 
 
 def _plain(value: float, _: object) -> str:
@@ -185,7 +236,7 @@ def _series(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["skipped"] is None:
-            lines.setdefault(f"{row['engine']} {row['dtype'] or ''}".strip(), []).append(row)
+            lines.setdefault(_name(row), []).append(row)
     return dict(sorted(lines.items(), key=lambda item: not item[0].startswith("coop")))
 
 
@@ -206,10 +257,11 @@ def _draw_decode(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     for number, (name, members) in enumerate(_series(rows).items()):
         style = _style(number, name)
         measured = sorted((row for row in members if row["tokens_per_s"]), key=_memory_gb)
-        axes.plot([_memory_gb(row) for row in measured], _rates(measured), label=name, **style)
+        held = [row for row in measured if row["memory_limit_bytes"]]
         free = [row for row in measured if not row["memory_limit_bytes"]]
-        hollow = style | {"markerfacecolor": "white", "markeredgewidth": 2, "linewidth": 0}
-        axes.plot([_memory_gb(row) for row in free], _rates(free), **hollow)
+        axes.plot([_memory_gb(row) for row in held], _rates(held), label=name, **style)
+        axes.plot([_memory_gb(row) for row in free], _rates(free), **(style | HOLLOW))
+        _label_budgets(axes, measured, style["color"])
         for row in measured:
             axes.vlines(_memory_gb(row), *row["spread"], color=style["color"], linewidth=1.2, zorder=3)
         crosses = [row["memory_limit_bytes"] / 1e9 for row in members if _is_killed(row)]
@@ -217,9 +269,22 @@ def _draw_decode(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         axes.scatter(crosses, [foot] * len(crosses), marker="x", s=50, color=style["color"], zorder=5)
     if any(_is_killed(row) for row in rows):
         axes.scatter([], [], marker="x", s=50, color="#888888", label="killed or failed at this limit")
-    axes.set_xlabel("memory limit, GB (hollow: no limit, at the process's peak)")
+    if any(row["tokens_per_s"] and not row["memory_limit_bytes"] for row in rows):
+        axes.plot([], [], marker="o", color="#888888", label="no limit, at its peak memory", **HOLLOW)
+    axes.set_xlabel("memory limit, GB")
     axes.set_ylabel("tokens per second, decode")
     axes.set_xlim(left=0)
+
+
+def _label_budgets(axes: Any, measured: Sequence[dict[str, Any]], color: str) -> None:
+    """The share of experts beside each point of coop."""
+    for row in measured:
+        if row["budget_fraction"] is not None:
+            place = (_memory_gb(row), row["tokens_per_s"])
+            text = f"{row['budget_fraction']:.0%}"
+            axes.annotate(
+                text, place, (-7, 6), textcoords="offset points", fontsize=8, color=color, ha="right"
+            )
 
 
 def _rates(rows: Sequence[dict[str, Any]]) -> list[float]:

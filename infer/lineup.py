@@ -1,7 +1,8 @@
 """Line-up: which arms a comparison has, and which it cannot have and why.
 
-Owns the rule for memory limits; promises that baselines get the limits that coop gets, and that a baseline that
-is asked for and cannot run here is named. Called by `infer.bench`.
+Owns the rules for memory limits and for packs, which must be of the checkpoint's model; promises that baselines get
+the limits that coop gets, and that a baseline that is asked for and cannot run here is named. Called by
+`infer.bench`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coop.errors import RequestError
+from coop.errors import BudgetError, RequestError
 from coop.files import read_json
 from infer.contest import Arm
 
@@ -30,6 +31,8 @@ HEADROOM = 0.25  # of dense weights and budget, for activations, cached keys and
 PROCESS_BYTES = 768 * 2**20  # and at least this: Python, torch and its threads take over half of it
 PACK_MANIFEST = "coop_pack.json"
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+SIZES = "auto, none or a size, such as 900MB or 1.5GiB"
+NEEDS_CHECKPOINT = "reads full checkpoints, and --ckpt is a pack"
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")
 
 
@@ -46,6 +49,34 @@ class Weights:
         """The memory that a process gets with `fraction` of the experts as its budget."""
         weights_bytes = self.dense_bytes + fraction * self.expert_bytes
         return math.ceil(weights_bytes + max(HEADROOM * weights_bytes, PROCESS_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a pack shares with the model it was made of, whatever its dtype."""
+
+    moe_layers: int
+    experts: int
+    top_k: int
+    hidden: int
+
+    @classmethod
+    def of(cls, folder: Path, config: Any) -> Shape:
+        """Of the checkpoint or pack in `folder`; config: its text model's, from transformers."""
+        if is_pack(folder):
+            moe_layers = len(read_json(folder / PACK_MANIFEST, RequestError)["layers"])
+        else:
+            from coop.shards import read_checkpoint_tensors
+
+            names = [entry.name for entry in read_checkpoint_tensors(folder).values()]
+            moe_layers = len({name[: found.start()] for name in names if (found := _EXPERT.search(name))})
+        return cls(moe_layers, num_experts(config), config.num_experts_per_tok, config.hidden_size)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.moe_layers} MoE layers of {self.experts} experts, top-{self.top_k}, "
+            f"hidden size {self.hidden}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +106,48 @@ def check_baselines(names: Sequence[str]) -> None:
             )
 
 
+def num_experts(config: Any) -> int:
+    """Experts in each MoE layer, by whichever name the family gives them; 0 for none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((getattr(config, name) for name in names if getattr(config, name, 0)), 0)
+
+
+def is_pack(folder: Path) -> bool:
+    """Whether coop.pack wrote it."""
+    return (folder / PACK_MANIFEST).is_file()
+
+
+def check_packs(shapes: Mapping[Path, Shape]) -> None:
+    """RequestError for a pack, after the checkpoint, whose model has another shape."""
+    (ckpt, own), *packs = shapes.items()
+    for pack, shape in packs:
+        if shape != own:
+            raise RequestError(
+                f"--pack {pack} is of another model than --ckpt {ckpt}: {shape}; not {own}: pass its own packs"
+            )
+
+
+def parse_memory_limit(text: str) -> int:
+    """Bytes of a limit such as 900MB, 1.5GiB or 1073741824. RequestError for anything else."""
+    from coop.plan import parse_budget
+
+    refusal = RequestError(f"--memory-limit {text}: pass {SIZES}")
+    if "%" in text:
+        raise refusal
+    try:
+        limit_bytes = parse_budget(text, 0, 0)
+    except BudgetError as exc:
+        raise refusal from exc
+    if limit_bytes < 1:
+        raise refusal
+    return limit_bytes
+
+
 def weights_of(folder: Path) -> Weights:
     """What the checkpoint or pack in `folder` weighs, from the headers of its files."""
     from coop.shards import read_checkpoint_tensors
 
-    if (folder / PACK_MANIFEST).is_file():
+    if is_pack(folder):
         manifest = read_json(folder / PACK_MANIFEST, RequestError)
         dense = sum((folder / name).stat().st_size for name in manifest["dense_sha256"])
         experts = sum(path.stat().st_size for path in folder.glob("experts-*"))
@@ -108,7 +176,7 @@ def line_up(
 ) -> Lineup:
     """The arms: coop on each folder (checkpoint first) at each budget, then each baseline at coop's limits.
 
-    template: what all arms share. memory_limit: auto, none, or bytes for every arm.
+    template: what all arms share. memory_limit: auto, none, or a size for every arm.
     """
     lineup = Lineup()
     everything = [weights_of(folder) for folder in folders]
@@ -125,11 +193,13 @@ def line_up(
             lineup.absent.append(Absent(name, "", f"{missing[0]} is not installed: {install}"))
         elif template.replay:
             lineup.absent.append(Absent(name, "", "--replay routes coop only"))
+        elif is_pack(folders[0]):
+            lineup.absent.append(Absent(name, "", NEEDS_CHECKPOINT))
         elif name == "llamacpp":
             by_dtype = {"bf16": limits, "q4_0": every_limit}  # 4 bits meet packs at the packs' limits too
             _add_llamacpp(lineup, template, Path(source), by_dtype, family, gguf_dir)
         else:
-            _add_torch(lineup, replace(template, engine=name, path=source), limits)
+            _add_torch(lineup, replace(template, engine=name, path=source, dtype=everything[0].dtype), limits)
     return lineup
 
 
@@ -151,7 +221,7 @@ def _coop_arm(template: Arm, weights: Weights, budget: str, memory_limit: str) -
     if memory_limit == "auto" and fraction < 1:
         memory = weights.limit_bytes(fraction)
     elif memory_limit not in ("auto", "none"):
-        memory = int(memory_limit)
+        memory = parse_memory_limit(memory_limit)
     return replace(
         template,
         engine="coop",

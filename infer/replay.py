@@ -6,6 +6,8 @@ answer is then of no meaning: only counts and clocks are. Called by `infer.arms`
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ from coop.errors import DataError
 
 if TYPE_CHECKING:
     import torch
+
+UNREADABLE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)  # what numpy raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +34,14 @@ class Trace:
     def load(cls, path: Path) -> Trace:
         """Read `ids` and `n_experts` from an .npz file. DataError says what is wrong with it."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 ids, num_experts = arrays["ids"], int(arrays["n_experts"])
-        except (OSError, ValueError, KeyError, TypeError) as exc:
-            raise DataError(f"--replay {path}: no trace with ids and n_experts ({exc})") from exc
+        except UNREADABLE as exc:
+            raise DataError(
+                f"--replay {path}: not an .npz trace with ids [tokens, layers, k] and n_experts"
+            ) from exc
+        except OSError as exc:
+            raise DataError(f"--replay {path}: {exc.strerror or 'cannot be read'}") from exc
         if ids.ndim != 3 or 0 in ids.shape or ids.dtype.kind not in "iu":
             raise DataError(f"--replay {path}: ids are not whole numbers [tokens, layers, k]")
         if not 0 <= int(ids.min()) <= int(ids.max()) < num_experts:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch
 from coop.adapters.attach import attach
 from coop.errors import CheckpointError, DataError, RequestError
 from infer import arms, bench_report, contest
-from infer.bench import Options, main, parse_options
+from infer.bench import Options, _config, main, parse_options
 from infer.contest import Arm, Contest, Outcome, alternating, measure
 from infer.limits import memory_group, why_unlimited
-from infer.lineup import GGUF_FAMILIES, Absent, Lineup, Weights, line_up, weights_of
+from infer.lineup import GGUF_FAMILIES, Absent, Lineup, Shape, Weights, check_packs, line_up, weights_of
 from infer.pagecache import cached_bytes, drop, weight_files
 from infer.replay import Replay, Trace
 from tests.infer.models import strict_json
@@ -102,15 +103,113 @@ def test_an_unknown_baseline_is_refused_with_the_names_that_exist(
         (["--budget", "50%,auto"], "--budget auto depends on what is free"),
         (["--budget", ","], "--budget and --prompt-tokens take one or more"),
         (["--prompt-tokens", "many"], "--prompt-tokens many: pass whole numbers"),
-        (["--memory-limit", "half"], "--memory-limit half: pass auto, none or bytes"),
+        (["--memory-limit", "half"], "--memory-limit half: pass auto, none or a size, such as 900MB"),
+        (["--memory-limit", "50%"], "--memory-limit 50%: pass auto, none or a size"),
+        (["--memory-limit", "0"], "--memory-limit 0: pass auto, none or a size"),
         (["--plot", "rows.txt"], "a picture must end in"),
-        (["--replay", "nowhere.npz"], "--replay nowhere.npz: decode takes it, and it must be a file"),
+        (["--replay", "nowhere.npz"], "--replay nowhere.npz: no such file"),
         (["--strategy", "Fastest"], "Fastest"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(moe_folder: Path, given: list[str], said: str) -> None:
     with pytest.raises(Exception, match=said.replace("%", ".")):
         parse_options(["decode", "--ckpt", str(moe_folder), *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--baseline", "transformers"], "leave --baseline out"),
+        (["--plot", "p.png"], "leave --plot out"),
+        (["--tokens", "2"], "--tokens 2: profile-token needs 3 or more"),
+        (["--pack", "."], "pass the pack as --ckpt"),
+        (["--replay", "t.npz"], "only decode takes it, not profile-token"),
+    ],
+)
+def test_profile_token_names_the_rule_that_was_broken(moe_folder: Path, given: list[str], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        parse_options(["profile-token", "--ckpt", str(moe_folder), *given])
+
+
+@pytest.mark.parametrize(
+    ("text", "limit_bytes"), [("1GiB", 2**30), ("1GB", 10**9), ("900MB", 9 * 10**8), ("123456789", 123456789)]
+)
+def test_a_memory_limit_may_be_a_size(moe_folder: Path, tmp_path: Path, text: str, limit_bytes: int) -> None:
+    assert parse_options(["decode", "--ckpt", str(moe_folder), "--memory-limit", text]).memory_limit == text
+    lineup = lined_up(moe_folder, ("transformers",), tmp_path, memory_limit=text)
+    assert {arm.memory_bytes for arm in lineup.arms} == {limit_bytes}
+
+
+def test_a_pack_of_another_model_is_refused_with_both_named(
+    moe_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    config = json.loads((moe_folder / "config.json").read_text())
+    (pack / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+    layers = [{}] * config["num_hidden_layers"]
+    (pack / "coop_pack.json").write_text(json.dumps({"dtype": "int4", "dense_sha256": {}, "layers": layers}))
+    given = ["decode", "--ckpt", str(moe_folder), "--pack", str(pack), "--memory-limit", "none"]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert f"--pack {pack} is of another model than --ckpt {moe_folder}" in said
+    assert f"hidden size {2 * config['hidden_size']}; not {len(layers)} MoE layers" in said
+    (pack / "config.json").write_text(json.dumps(config))
+    shapes = {folder: Shape.of(folder, _config(folder)) for folder in (moe_folder, pack)}
+    check_packs(shapes)  # the same model is not refused
+
+
+def test_torch_baselines_load_the_dtype_of_the_checkpoint_and_say_so(
+    moe_folder: Path, tmp_path: Path
+) -> None:
+    lineup = lined_up(moe_folder, ("transformers",), tmp_path)
+    own = weights_of(moe_folder).dtype
+    assert {arm.dtype for arm in lineup.arms} == {own}
+    baseline = next(arm for arm in lineup.arms if arm.engine == "transformers")
+    for dtype, expected in ((own, arms.TORCH_DTYPES[own]), ("fp16", "float16")):
+        with arms.ENGINES["transformers"](replace(baseline, dtype=dtype)) as engine:
+            assert engine._model.dtype == getattr(torch, expected)  # type: ignore[attr-defined]
+
+
+def test_json_goes_to_standard_output_alone_and_no_number_is_exit_code_1(
+    moe_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["decode", "--ckpt", str(moe_folder), "--budget", "1", "--runs", "1", "--tokens", "5"]
+    assert main([*given, "--memory-limit", "none", "--json", "-"]) == 1
+    out, err = capsys.readouterr()
+    [row] = strict_json(out)["rows"]
+    assert "the smallest that runs is" in row["error"] and "tokens/s" in err
+
+
+def test_an_interruption_leaves_arms_that_say_they_did_not_run(
+    moe_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Arm] = []
+
+    def interrupted(arm: Arm, command: Any) -> dict[str, Any]:
+        measured.append(arm)
+        if len(measured) > 1:
+            raise KeyboardInterrupt
+        return sample()
+
+    monkeypatch.setattr(contest, "measure", interrupted)
+    given = ["decode", "--ckpt", str(moe_folder), "--budget", "100%,50%", "--runs", "1"]
+    assert main([*given, "--memory-limit", "none", "--json", "-"]) == 130
+    rows = strict_json(capsys.readouterr().out)["rows"]
+    assert [row["skipped"] for row in rows] == [None, "not run"]
+
+
+def test_a_file_that_is_no_trace_is_refused_in_our_own_words(tmp_path: Path) -> None:
+    contents = {"text": b"not a trace", "empty": b"", "cut": b"PK\x03\x04" + b"0" * 60}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    np.savez(tmp_path / "other.npz", x=np.zeros(3))
+    for name in (*contents, "one.npy", "other.npz"):
+        said = f"--replay {tmp_path / name}: not an .npz trace with ids [tokens, layers, k] and n_experts"
+        with pytest.raises(DataError) as caught:
+            Trace.load(tmp_path / name)
+        assert str(caught.value) == said
 
 
 def test_an_adapter_is_refused_with_what_to_pass(
@@ -361,9 +460,43 @@ def test_the_table_shows_a_reason_where_there_is_no_number() -> None:
         "tokens_per_s",
     )
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(bench_report.render(rows, "tokens_per_s"))
+    bench_report.show(console, rows, "tokens_per_s")
     text = console.export_text()
     assert "killed: more than 1.00 GB of memory" in text and "skipped: not installed" in text
+
+
+def test_a_narrow_terminal_gets_whole_cells_and_notes_below() -> None:
+    from rich.console import Console
+
+    found = [sample(hit_rate=0.5, bytes_read=10**9)] * 2
+    arm = Arm(engine="transformers", path="x", dtype="bf16", memory_bytes=2 * 10**9)
+    why = "killed: more than 2.00 GB of memory " * 5
+    rows = bench_report.rows_of([Outcome(arm, found), Outcome(arm, error=why)], [], "tokens_per_s")
+    for width in (80, 150):
+        console = Console(width=width, file=io.StringIO(), record=True)
+        bench_report.show(console, rows, "tokens_per_s")
+        text = console.export_text()
+        lines = text.splitlines()
+        assert f"(1) {why}" in lines  # on one line, for the terminal to break
+        assert sum("transformers" in line for line in lines) == 2
+        assert all(len(line) <= width for line in lines if not line.startswith("(1)"))
+        assert ("min-max" in text) == (width == 150) and "tokens/s" in text
+
+
+def test_points_without_a_limit_are_not_joined_to_those_with_one() -> None:
+    from matplotlib.figure import Figure
+
+    def outcome(budget: float, memory_bytes: int) -> Outcome:
+        arm = Arm(engine="coop", path="x", budget_fraction=budget, memory_bytes=memory_bytes)
+        return Outcome(arm, [sample()])
+
+    outcomes = [outcome(1.0, 0), outcome(0.5, 2 * 10**9), outcome(0.25, 10**9)]
+    rows = bench_report.rows_of(outcomes, [], "tokens_per_s")
+    axes = Figure().subplots()
+    bench_report._draw_decode(axes, rows)
+    joined = [list(line.get_xdata()) for line in axes.lines if line.get_linewidth()]
+    assert joined == [[1.0, 2.0]]
+    assert {text.get_text() for text in axes.texts} == {"100%", "50%", "25%"}
 
 
 def test_options_need_a_folder(tmp_path: Path) -> None:
@@ -419,7 +552,7 @@ def test_the_parts_of_a_call_are_told_apart() -> None:
     from infer.token_profile import PARTS, TokenProfile
 
     waits = SimpleNamespace(total=0.0)
-    calendar = SimpleNamespace(record_compute=lambda layer, rows, seconds: None)
+    calendar = SimpleNamespace(record_compute=lambda layer, rows, seconds, experts: None)
 
     def execute(layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         waits.total += 2.0
