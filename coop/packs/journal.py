@@ -188,6 +188,7 @@ class Journal:
     def publish(self) -> None:
         """Give the folder its name, in place of an older pack if there is one."""
         with disk_faults_as_sentences(self.out):
+            self._check_out()  # hours may have passed
             fsync_folder(self.folder)
             if self.out.exists():
                 self._remove_old()
