@@ -9,9 +9,11 @@ import errno
 import filecmp
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -486,6 +488,19 @@ def test_an_existing_pack_is_replaced_only_when_asked_and_nothing_else_is(plain:
         pack(plain, plain.parent / "mine", is_overwriting=True)
 
 
+def test_what_appears_at_out_while_it_is_packed_stays(plain: Path, tmp_path: Path) -> None:
+    def appear(nbytes: int) -> None:
+        (tmp_path / "pack").mkdir(exist_ok=True)
+        (tmp_path / "pack" / "thesis").write_text("years of work")
+
+    with pytest.raises(RequestError, match="exists already"):
+        pack(plain, tmp_path / "pack", advance=appear)
+    assert [path.name for path in (tmp_path / "pack").iterdir()] == ["thesis"]
+    (tmp_path / "pack").rename(tmp_path / "elsewhere")
+    pack(plain, tmp_path / "pack")
+    assert damage_of(tmp_path / "pack") == []
+
+
 def test_two_packers_of_one_folder_do_not_mix(plain: Path, tmp_path: Path) -> None:
     request = writer.PackRequest(ckpt=plain, out=tmp_path / "pack")
     with (
@@ -646,7 +661,21 @@ def test_the_command_measures_source_and_pack_over_the_same_tokens(
     )  # 25 rows of four tokens, the first is given
     assert measured["perplexity"][0] == measured["perplexity"][1] > 1
     assert measured["relative_rms"] == 0 and min(measured["tokens_per_s"]) > 0
+    assert re.search(
+        r"decoding [\d.]+ tokens/s with .*iB of experts resident -> [\d.]+ tokens/s with .*iB of", said
+    )
     assert "perplexity over 75 tokens" in said and "next: coop generate --ckpt" in said
+
+
+def test_the_speed_of_a_source_that_merges_its_adapter_is_left_out() -> None:
+    source = pack_measure.Measurement(2.0, 9, 1.25, 2**20)
+    packed = pack_measure.Measurement(2.0, 9, 34.3, 2**21)
+    packer = SimpleNamespace(checkpoint=SimpleNamespace(adapter="adapter_model.safetensors"))
+    (line,) = command._measured_lines(packer, (source, packed))[1:]  # type: ignore[arg-type]
+    assert line.startswith(
+        "  decoding 34.3 tokens/s with 2.0 MiB of experts resident; the source's speed is left out"
+    )
+    assert "1.2" not in line
 
 
 def test_perplexity_is_that_of_each_row_alone(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
