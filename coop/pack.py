@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,15 @@ from coop.errors import CheckpointError, CoopError, RequestError
 from coop.files import write_atomic
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from coop.packs.format import Manifest
+    from coop.packs.measure import Measurement
+    from coop.packs.verify import Damage
     from coop.packs.writer import Packer
 
+PROGRESS_SECONDS = 10.0  # between lines where standard error is no terminal
+MAX_NAMES = 8
 EXIT_DIFFERENT, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 DTYPES = ("bf16", "int8", "int4")
 ORDERS = ("model", "profile")
@@ -171,8 +177,9 @@ def _pack(options: Options, report: dict[str, Any]) -> list[str]:
         with packer.journal() as journal:
             with _progress("packing", target.nbytes, is_bytes=True) as advance:
                 manifest = packer.write(journal, target, advance)
-            if texts:
-                manifest = _measure(options, packer, manifest, texts, journal.folder)
+            measured = _measure(options, texts, journal.folder) if texts else ()
+            if measured:
+                manifest = _keep_measured(manifest, measured, journal.folder)
             journal.publish()
         report |= {
             "ckpt": str(options.ckpt),
@@ -180,7 +187,7 @@ def _pack(options: Options, report: dict[str, Any]) -> list[str]:
             "resumed_experts": packer.num_resumed,
             **facts_of(manifest),
         }
-        return _summary(options, packer, manifest)
+        return _summary(options, packer, manifest) + _measured_lines(packer, measured)
 
 
 def _texts(options: Options, packer: Packer) -> list[list[int]]:
@@ -192,16 +199,20 @@ def _texts(options: Options, packer: Packer) -> list[list[int]]:
     return read_texts(options.eval_file, packer.checkpoint.tokenizer, options.eval_tokens)
 
 
-def _measure(
-    options: Options, packer: Packer, manifest: Manifest, texts: list[list[int]], folder: Path
-) -> Manifest:
-    """Perplexity and speed of source and pack, put into the manifest in `folder`."""
-    from coop.packs.format import PACK_MANIFEST, with_measured
+def _measure(options: Options, texts: list[list[int]], folder: Path) -> tuple[Measurement, Measurement]:
+    """Perplexity and speed of source and pack."""
     from coop.packs.measure import measure_model
 
     with _progress("measuring", 2 * sum(map(len, texts)), is_bytes=False) as advance:
         source = measure_model(options.ckpt, options.base, texts, advance)
-        pack = measure_model(folder, None, texts, advance)
+        return source, measure_model(folder, None, texts, advance)
+
+
+def _keep_measured(manifest: Manifest, measured: tuple[Measurement, Measurement], folder: Path) -> Manifest:
+    """The manifest in `folder` with what was measured."""
+    from coop.packs.format import PACK_MANIFEST, with_measured
+
+    source, pack = measured
     manifest = with_measured(
         manifest,
         tokens=source.tokens,
@@ -234,28 +245,40 @@ def _summary(options: Options, packer: Packer, manifest: Manifest) -> list[str]:
         )
     if measured.relative_rms:
         lines.append(f"  quantisation error {measured.relative_rms:.2%} of the weights, root mean square")
-    if measured.tokens:
-        (old, new), (slow, fast) = measured.perplexity, measured.tokens_per_s
-        lines += [
-            f"  perplexity over {measured.tokens} tokens {old:.4f} -> {new:.4f} ({new / old - 1:+.2%})",
-            f"  decoding {slow:.1f} -> {fast:.1f} tokens/s, a rough figure of a few tokens",
-        ]
     return lines
+
+
+def _measured_lines(packer: Packer, measured: tuple[Measurement, Measurement] | tuple[()]) -> list[str]:
+    from coop.plan import format_bytes
+
+    if not measured:
+        return []
+    source, pack = measured
+    change = pack.perplexity / source.perplexity - 1
+    lines = [
+        f"  perplexity over {pack.tokens} tokens {source.perplexity:.4f} -> {pack.perplexity:.4f} ({change:+.2%})"
+    ]
+    speed = f"{pack.tokens_per_s:.1f} tokens/s with {format_bytes(pack.budget_bytes)} of experts resident"
+    if packer.checkpoint.adapter:  # no fair comparison
+        speed += "; the source's speed is left out, as it merges its adapter at each load"
+    else:
+        before = format_bytes(source.budget_bytes)
+        speed = f"{source.tokens_per_s:.1f} tokens/s with {before} of experts resident -> {speed}"
+    return [*lines, f"  decoding {speed}; a rough figure of a few tokens"]
 
 
 def _verify(options: Options, report: dict[str, Any], lines: list[str]) -> int:
     from coop.packs.format import read_manifest
-    from coop.packs.verify import differing
+    from coop.packs.verify import find_damage
     from coop.packs.writer import facts_of
 
     manifest = read_manifest(options.folder)
     count = sum(layer.num_experts for layer in manifest.layers)
     with _progress("verifying", manifest.measured.expert_bytes[1], is_bytes=True) as advance:
-        bad = differing(options.folder, advance)
-    report |= {**facts_of(manifest), "differing": bad}
-    if bad:
-        lines += [f"  differs: {name}" for name in bad]
-        lines.append(f"  {len(bad)} of {count} experts and {len(manifest.dense_sha256)} files are damaged")
+        damage = find_damage(options.folder, advance)
+    report |= {**facts_of(manifest), "differing": damage.names}
+    if damage.names:
+        lines += _damage_lines(damage, count)
         return EXIT_DIFFERENT
     lines.append(
         f"  verified: {count} experts and {len(manifest.dense_sha256)} dense file(s) as they were written"
@@ -263,10 +286,55 @@ def _verify(options: Options, report: dict[str, Any], lines: list[str]) -> int:
     return 0
 
 
+def _damage_lines(damage: Damage, count: int) -> list[str]:
+    """One line for each kind of damage, and what to do."""
+    kinds = (
+        (damage.experts, "expert", f" of {count}"),
+        (damage.expert_files, "file", " of experts"),
+        (damage.files, "file", " beside the experts"),
+    )
+    lines = []
+    for names, noun, what in kinds:
+        if names:
+            ending, verb = ("", "is") if len(names) == 1 else ("s", "are")
+            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+            listed = ", ".join(names[:MAX_NAMES]) + more
+            lines.append(f"  {len(names)} {noun}{ending}{what} {verb} damaged: {listed}")
+    return [*lines, "  pack it again with --overwrite, or copy it again from where it is whole"]
+
+
 @contextmanager
 def _progress(what: str, total: int, is_bytes: bool) -> Iterator[Any]:
-    """A bar on stderr with rate and estimate; yields what takes the steps."""
+    """A bar on stderr with rate and estimate, or a line now and then; yields what takes the steps."""
     from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with _bar(console, what, total, is_bytes) as advance:
+            yield advance
+    else:
+        yield _line_by_line(what, total, is_bytes)
+
+
+def _line_by_line(what: str, total: int, is_bytes: bool) -> Callable[[int], None]:
+    """Takes the steps, and prints a line every ten seconds."""
+    from coop.plan import format_bytes
+
+    show = format_bytes if is_bytes else str
+    done, said_at = 0, time.monotonic()
+
+    def advance(step: int) -> None:
+        nonlocal done, said_at
+        done += step
+        if time.monotonic() - said_at >= PROGRESS_SECONDS:
+            said_at = time.monotonic()
+            print(f"{what}: {show(done)} of {show(total)} ({done / total:.0%})", file=sys.stderr, flush=True)
+
+    return advance
+
+
+@contextmanager
+def _bar(console: Console, what: str, total: int, is_bytes: bool) -> Iterator[Any]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -280,9 +348,8 @@ def _progress(what: str, total: int, is_bytes: bool) -> Iterator[Any]:
     counts = (
         (DownloadColumn(binary_units=True), TransferSpeedColumn()) if is_bytes else (MofNCompleteColumn(),)
     )
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=total)
         yield lambda step: bar.advance(task, step)
 
@@ -297,12 +364,26 @@ def _write_report(options: Options, report: dict[str, Any]) -> None:
         write_atomic(Path(options.json_file), text.encode())
 
 
+def _where_it_stands(options: Options | None) -> str:
+    """What an interrupted run has left, and what the same command would do now."""
+    from coop.packs.journal import hidden_folder
+
+    if options is None or options.out is None:
+        return ""
+    if not hidden_folder(options.out).exists():
+        return "" if options.out.exists() else ": nothing was written yet"
+    if not options.is_overwriting:
+        return ": the same command goes on where this one stopped"
+    if options.out.exists():
+        return ": the same command begins anew"
+    return ": the same command without --overwrite goes on where this one stopped"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the pack differs from its manifest, 2 refused, 130 interrupted."""
-    hint = ""
+    options = None
     try:
         options = parse_options(arguments)
-        hint = ": the same command goes on where this one stopped" if options.out is not None else ""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return run(options)
     except CoopError as exc:
@@ -310,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{kind}: {exc}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
-        print(f"interrupted{hint}", file=sys.stderr)
+        print(f"interrupted{_where_it_stands(options)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as exc:
         print(f"error: {exc.filename or 'output'}: {exc.strerror or exc}", file=sys.stderr)

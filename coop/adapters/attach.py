@@ -35,10 +35,10 @@ from coop.adapters.transformers import (
 from coop.blockdevice import BlockDevice
 from coop.checkpoint import Checkpoint, open_checkpoint
 from coop.devices import Device, Memory, open_device
-from coop.errors import CheckpointError, CoopError, ProfileError
+from coop.errors import CheckpointError, CoopError, LayoutError, ProfileError
 from coop.forecast import Forecast
 from coop.layout import Layout, resolve_layout
-from coop.packs.format import expert_paths, pack_layout, read_manifest
+from coop.packs.format import expert_paths, pack_hint, pack_layout, read_manifest
 from coop.plan import Plan
 from coop.policy import PriorityPolicy
 from coop.pressure import PressureGuard
@@ -423,7 +423,10 @@ def open_store(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Exper
     """The checkpoint's experts, with the adapter's part merged into each as it is loaded."""
     if checkpoint.is_pack:
         return ExpertStore(pack_layout(config, checkpoint.weights, dtype))
-    layout = resolve_layout(config, read_checkpoint_tensors(checkpoint.weights), dtype)
+    try:
+        layout = resolve_layout(config, read_checkpoint_tensors(checkpoint.weights), dtype)
+    except LayoutError as exc:
+        raise LayoutError(f"{exc}{pack_hint(checkpoint.weights)}") from exc
     if not checkpoint.adapter:
         return ExpertStore(layout)
     lora = read_expert_lora(checkpoint.folder, find_experts(build_on_meta(config)))

@@ -7,6 +7,7 @@ the packer; read by the checkpoint, by attach, and by `--verify`. Every file is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ class Measured(BaseModel):
 class Manifest(BaseModel):
     """What `coop_pack.json` says. `dense`: how linear layers that are no experts are held once they are loaded.
 
-    `dense_sha256` is by file name.
+    `dense_sha256` is by file name; `config_sha256` is of config.json, "" in packs from before it was kept.
     """
 
     model_config = _STRICT
@@ -80,6 +81,7 @@ class Manifest(BaseModel):
     expert_files: Annotated[int, Field(ge=1, le=99_999)]
     layers: Annotated[tuple[PackedLayer, ...], Field(min_length=1, max_length=1000)]
     dense_sha256: dict[Text, Digest]
+    config_sha256: Digest | Literal[""] = ""
     measured: Measured = Measured()
 
     def to_json(self) -> bytes:
@@ -121,8 +123,42 @@ def expert_file_name(index: int, count: int) -> str:
 
 def expert_paths(folder: Path, manifest: Manifest) -> list[Path]:
     """The files with experts, each a regular file of the folder. CheckpointError names one that is not."""
+
+    def refused(reason: str) -> CheckpointError:
+        return CheckpointError(f"{folder}: {reason}: copy the pack again")
+
     names = (expert_file_name(i, manifest.expert_files) for i in range(manifest.expert_files))
-    return [contained_file(folder, name, CheckpointError) for name in names]
+    return [contained_file(folder, name, refused) for name in names]
+
+
+def read_experts_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file of experts, without its padding. StoreError names the expert or the file."""
+    try:
+        entries = read_header(path)
+    except StoreError as exc:
+        if exc.tensor.startswith("pad."):
+            raise StoreError(path, "", f"{exc.what}: copy the file or pack again") from exc
+        raise
+    return {name: entry for name, entry in entries.items() if not name.startswith("pad.")}
+
+
+def file_sha256(path: Path) -> str:
+    """The digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_config_of(folder: Path, manifest: Manifest) -> bool:
+    """Whether the folder's config.json is the one that was packed, as far as the manifest knows."""
+    path = contained_file(folder, "config.json", CheckpointError)
+    return manifest.config_sha256 in ("", file_sha256(path))
+
+
+def pack_hint(folder: Path) -> str:
+    """What to add to a refusal of a folder that is no pack but has the files of one."""
+    if is_pack(folder) or not any(folder.glob("experts-*-of-*.safetensors")):
+        return ""
+    return f"; {folder} looks like a pack without its {PACK_MANIFEST}: copy the pack again"
 
 
 # slots
@@ -258,13 +294,16 @@ def pack_layout(config: Any, folder: Path, dtype: torch.dtype) -> Layout:
     products are in the type of what goes in); else each tensor is cast. Raises CheckpointError and StoreError.
     """
     manifest = read_manifest(folder)
+    if not is_config_of(folder, manifest):
+        raise CheckpointError(
+            f"{folder / 'config.json'} is not the one that was packed: copy the pack again, or pack the checkpoint "
+            "again"
+        )
     experts = find_experts(build_on_meta(config))
     _check_same_model(folder, manifest, experts)
     entries: dict[str, TensorEntry] = {}
     for path in expert_paths(folder, manifest):
-        for name, entry in read_header(path).items():
-            if name.startswith("pad."):
-                continue
+        for name, entry in read_experts_header(path).items():
             if name in entries:
                 raise StoreError(path, name[:200], f"is also in {entries[name].path.name}")
             entries[name] = entry

@@ -98,12 +98,26 @@ class Images:
         if self._is_transposed[place.layer]:
             values = values.t().contiguous()
         if not bool(torch.isfinite(values).all()):
-            piece = self._store.layout.layers[place.layer].pieces[place.expert][0]
             what = f"expert {place.expert} has a {name} that is not finite, so it cannot be quantised"
-            raise StoreError(piece.path, piece.tensor, what)
+            raise self._refused(place, what)
         codes, scales = quantise(values, self._bits)
         views[name].copy_(codes)
         views[f"{name}_scale"].copy_(scales)
         restored = dequantise(codes, scales, values.shape[1], torch.float32)
-        error = restored.sub_(values).square_().sum(dtype=torch.float64)
-        return float(error), float(values.square().sum(dtype=torch.float64))
+        if not bool(torch.stack(restored.aminmax()).bfloat16().isfinite().all()):  # as it may be served
+            largest = float(values.abs().max())
+            what = (
+                f"expert {place.expert} has a {name} that reaches {largest:.3g}, which {self._bits} bits round to "
+                "infinity: pack it as bf16"
+            )
+            raise self._refused(place, what)
+        return _squares(restored.sub_(values)), _squares(values)
+
+    def _refused(self, place: PackedExpert, what: str) -> StoreError:
+        piece = self._store.layout.layers[place.layer].pieces[place.expert][0]
+        return StoreError(piece.path, piece.tensor, what)
+
+
+def _squares(values: torch.Tensor) -> float:
+    """The sum of the squares; in float64, as the square of what float32 holds may be more than it holds."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2

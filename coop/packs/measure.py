@@ -28,11 +28,12 @@ SPEED_NEW_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Perplexity over `tokens` predicted tokens, and a rough speed of a few greedy ones."""
+    """Perplexity over `tokens` predicted tokens, and a rough speed of a few greedy ones at `budget_bytes`."""
 
     perplexity: float
     tokens: int
     tokens_per_s: float
+    budget_bytes: int
 
 
 def read_texts(path: Path, tokenizer_folder: Path, max_tokens: int) -> list[list[int]]:
@@ -105,7 +106,8 @@ def measure_model(
         mean = math.fsum(losses) / tokens
         if not math.isfinite(mean):
             raise NumberError(f"{ckpt}: the logits are not finite numbers, so there is no perplexity")
-        return Measurement(math.exp(min(mean, 700.0)), tokens, _speed(runtime, texts[0]))
+        speed = _speed(runtime, texts[0])
+        return Measurement(math.exp(min(mean, 700.0)), tokens, speed, runtime.plan.budget_bytes)
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -7,14 +7,13 @@ the smaller type). Called by the command line `coop.pack`.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from coop.adapters.attach import (
 )
 from coop.adapters.transformers import ExpertsModule, build_on_meta, find_experts
 from coop.checkpoint import ADAPTER_WEIGHTS, Checkpoint, open_checkpoint
-from coop.errors import CheckpointError, CoopError, RequestError
+from coop.errors import CheckpointError, RequestError
 from coop.files import contained_file, read_json, write_atomic
 from coop.layout import Field
 from coop.packs.format import (
@@ -44,12 +43,13 @@ from coop.packs.format import (
     PackedFile,
     PackedLayer,
     expert_file_name,
+    file_sha256,
     lay_out,
     packed_fields,
     read_manifest,
 )
 from coop.packs.image import Images
-from coop.packs.journal import Journal
+from coop.packs.journal import Journal, disk_faults_as_sentences
 from coop.plan import format_bytes
 from coop.profile import Profile
 from coop.store import ExpertStore, bytes_of, stamp_of
@@ -69,6 +69,7 @@ _COPIED = (
     "chat_template.json",
 )
 _COPIED_ENDINGS = ("*.model", "*.tiktoken")
+_FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 Advance = Callable[[int], None]
 
 
@@ -185,13 +186,13 @@ class Packer:
 
         CoopError for a disk that is full: what was written stays, to be gone on with.
         """
-        with _disk_faults_as_sentences(self.request.out):
+        with disk_faults_as_sentences(self.request.out):
             _check_room(journal, target, self.dense_bytes)
             if not journal.written.dense_sha256:
                 journal.note_dense(self._write_dense(journal.folder))
             self.dense = None
             self._write_experts(journal, target, advance)
-            manifest = self._manifest(journal, target)
+            manifest = self._manifest(journal, target, file_sha256(journal.folder / "config.json"))
             write_atomic(journal.folder / PACK_MANIFEST, manifest.to_json())
         return manifest
 
@@ -248,21 +249,21 @@ class Packer:
         """Every file at its full size, with its header; extents that were written stay as they are."""
         for index, file in enumerate(target.files):
             path = folder / expert_file_name(index, len(target.files))
-            self._open_files[index] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._open_files[index] = os.open(path, _FILE_FLAGS, 0o666)
             os.ftruncate(self._open_files[index], file.nbytes)
             _write_at(self._open_files[index], memoryview(file.header), 0)
 
     def _keep_only_what_is_there(self, journal: Journal, target: _Target, advance: Advance) -> None:
         """Read again what the journal says is finished; what differs is forgotten, and so is written anew."""
+        said, journal.written.experts = journal.written.experts, {}
         for place in target.experts:
-            written = journal.written.experts.get((place.layer, place.expert))
+            written = said.get((place.layer, place.expert))
             if written is None:
                 continue
             data = os.pread(self._open_files[place.file], place.nbytes, place.offset)
             if hashlib.sha256(data).hexdigest() == written.sha256:
+                journal.written.experts[place.layer, place.expert] = written
                 advance(place.nbytes)
-            else:
-                del journal.written.experts[place.layer, place.expert]
 
     def _flush(self) -> None:
         """Put what was written on the disk, and leave nothing of it in the page cache."""
@@ -277,7 +278,7 @@ class Packer:
             os.close(number)
         self._open_files.clear()
 
-    def _manifest(self, journal: Journal, target: _Target) -> Manifest:
+    def _manifest(self, journal: Journal, target: _Target, config_sha256: str) -> Manifest:
         experts = journal.written.experts
         layers = tuple(
             PackedLayer(
@@ -298,6 +299,7 @@ class Packer:
             expert_files=len(target.files),
             layers=layers,
             dense_sha256=journal.written.dense_sha256,
+            config_sha256=config_sha256,
             measured=Measured(relative_rms=rms, expert_bytes=(self.store.stored_bytes, target.nbytes)),
         )
 
@@ -345,36 +347,16 @@ def _check_room(journal: Journal, target: _Target, dense_bytes: int) -> None:
     free = shutil.disk_usage(journal.folder).free
     if needed > free:
         raise RequestError(
-            f"the pack needs {format_bytes(needed)} more on the disk of {journal.out.parent}, which has "
-            f"{format_bytes(free)} free: make room, or name a folder on another disk"
+            f"the pack needs {format_bytes(needed)} more on the disk of {journal.out.parent}, "
+            f"{format_bytes(SPARE_BYTES)} of it to spare, which has {format_bytes(free)} free: make room and run the "
+            "same command again, or name a folder on another disk"
         )
-
-
-@contextmanager
-def _disk_faults_as_sentences(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CoopError(
-                f"the disk of {out.parent} is full: make room and run the same command again, which goes on where "
-                "this one stopped"
-            ) from exc
-        raise CoopError(
-            f"{exc.filename or out}: cannot be written: {exc.strerror or exc}; the same command goes on"
-        ) from exc
 
 
 def _write_at(number: int, data: memoryview, offset: int) -> None:
     while data:
         done = os.pwrite(number, data, offset)
         data, offset = data[done:], offset + done
-
-
-def file_sha256(path: Path) -> str:
-    """The digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

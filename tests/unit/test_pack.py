@@ -9,9 +9,11 @@ import errno
 import filecmp
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from coop.packs import measure as pack_measure
 from coop.packs import writer
 from coop.packs.format import lay_out, pack_layout, read_manifest
 from coop.packs.journal import JOURNAL_NAME
-from coop.packs.verify import differing
+from coop.packs.verify import find_damage
 from coop.tiers import HostTier
 from tests.families import build_family
 from tests.packs import edit_json, pack, read_table, replace_table
@@ -67,6 +69,10 @@ def packed(plain: Path, tmp_path: Path) -> Path:
 
 def open_pack(folder: Path) -> None:
     coop.attach(folder, budget="100%").close()
+
+
+def damage_of(folder: Path) -> list[str]:
+    return find_damage(folder, lambda nbytes: None).names
 
 
 # where bytes lie
@@ -115,7 +121,7 @@ def test_files_end_before_they_are_too_large(
     assert len(paths) == manifest.expert_files
     assert all(path.stat().st_size - 40_000 <= 40_000 for path in paths)
     assert manifest.layers == read_manifest(tmp_path / "one").layers  # the same extents
-    assert differing(tmp_path / "many", lambda nbytes: None) == []
+    assert damage_of(tmp_path / "many") == []
     open_pack(tmp_path / "many")
 
 
@@ -163,7 +169,7 @@ def test_experts_of_a_quantised_pack_can_be_timed(packed: Path) -> None:
 
 
 @pytest.mark.parametrize("at_end", [True, False])
-def test_a_flipped_byte_is_named_by_its_expert(packed: Path, at_end: bool) -> None:
+def test_a_flipped_byte_is_named_by_its_expert(packed: Path, at_end: bool, capsys: Any) -> None:
     layout = pack_layout(load_config(packed), packed, torch.bfloat16)
     extent = layout.layers[1].extents[6]
     with (packed / EXPERTS).open("r+b") as file:
@@ -171,18 +177,25 @@ def test_a_flipped_byte_is_named_by_its_expert(packed: Path, at_end: bool) -> No
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    assert differing(packed, lambda nbytes: None) == ["layer 1 (model.layers.1.mlp.experts) expert 6"]
+    assert damage_of(packed) == ["layer 1 expert 6"]
     assert command.main(["--ckpt", str(packed), "--verify"]) == 1
+    said = capsys.readouterr().out
+    assert "  1 expert of 24 is damaged: layer 1 expert 6\n  pack it again" in said
+    assert "beside" not in said
 
 
-def test_a_flipped_byte_of_the_dense_weights_is_named_by_the_file(packed: Path) -> None:
+def test_a_flipped_byte_of_the_dense_weights_is_named_by_the_file(packed: Path, capsys: Any) -> None:
     path = packed / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert differing(packed, lambda nbytes: None) == ["model.safetensors"]
+    assert damage_of(packed) == ["model.safetensors"]
+    assert command.main(["--ckpt", str(packed), "--verify"]) == 1
+    said = capsys.readouterr().out
+    assert "  1 file beside the experts is damaged: model.safetensors\n  pack it again" in said
+    assert "24" not in said
     edit_json(packed / "coop_pack.json", dense_sha256={})
-    assert differing(packed, lambda nbytes: None) == ["model.safetensors"]  # a digest that was left out
+    assert damage_of(packed) == ["model.safetensors"]  # a digest that was left out
 
 
 def _truncate(pack_folder: Path) -> None:
@@ -276,12 +289,43 @@ def test_a_damaged_or_hostile_pack_is_refused_with_one_sentence(packed: Path, wh
     with pytest.raises(CoopError, match=message) as refused:
         open_pack(packed)
     assert "\n" not in str(refused.value)
-    assert command.main(["--ckpt", str(packed), "--verify"]) == 2
+    assert "pad." not in str(refused.value)
+    assert command.main(["--ckpt", str(packed), "--verify"]) == (1 if what == "truncated" else 2)
+
+
+def test_a_truncated_file_of_experts_is_named_when_verified(packed: Path, capsys: Any) -> None:
+    _truncate(packed)
+    assert command.main(["--ckpt", str(packed), "--verify"]) == 1
+    assert f"  1 file of experts is damaged: {EXPERTS}\n" in capsys.readouterr().out
+
+
+def test_another_config_is_refused_and_a_pack_from_before_its_digest_opens(packed: Path, capsys: Any) -> None:
+    edit_json(packed / "config.json", rms_norm_eps=0.5)
+    with pytest.raises(CheckpointError, match=r"config\.json is not the one that was packed"):
+        open_pack(packed)
+    assert command.main(["--ckpt", str(packed), "--verify"]) == 1
+    assert "beside the experts is damaged: config.json" in capsys.readouterr().out
+    facts = json.loads((packed / "coop_pack.json").read_text())
+    del facts["config_sha256"]
+    (packed / "coop_pack.json").write_text(json.dumps(facts))
+    open_pack(packed)
+    assert damage_of(packed) == []
+
+
+def test_a_pack_that_lost_a_file_says_what_it_is(packed: Path) -> None:
+    (packed / EXPERTS).rename(packed / "kept")
+    with pytest.raises(CheckpointError, match=rf"pack: {EXPERTS}: No such file .*: copy the pack again"):
+        open_pack(packed)
+    (packed / "kept").rename(packed / EXPERTS)
+    (packed / "coop_pack.json").unlink()
+    with pytest.raises(CheckpointError, match=r"looks like a pack without its coop_pack\.json"):
+        open_pack(packed)
 
 
 def test_a_manifest_of_the_wrong_model_is_refused(packed: Path) -> None:
     config = json.loads((packed / "config.json").read_text())
     edit_json(packed / "config.json", num_hidden_layers=config["num_hidden_layers"] - 1)
+    edit_json(packed / "coop_pack.json", config_sha256="")
     with pytest.raises(CheckpointError, match=r"has 3 MoE layers, config\.json 2"):
         open_pack(packed)
 
@@ -304,6 +348,25 @@ def test_a_weight_that_is_not_finite_is_not_quantised(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "plain")
     with pytest.raises(StoreError, match="expert 4 has a down_proj that is not finite"):
         pack(tmp_path / "plain", tmp_path / "pack", "int8")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_huge_weight_is_packed_or_its_expert_named(kind: str, tmp_path: Path) -> None:
+    model = build_family(tmp_path / "plain", "mixtral", torch.bfloat16)
+    weight = model.model.layers[1].mlp.experts.down_proj
+    with torch.no_grad():
+        weight[4, 0, 0] = 3e38
+    model.save_pretrained(tmp_path / "plain")
+    assert pack(tmp_path / "plain", tmp_path / "pack", kind).measured.relative_rms < 0.05
+    with torch.no_grad():
+        other = model.model.layers[2].mlp.experts.down_proj[5]
+        other.copy_((torch.rand(other.shape, generator=torch.Generator().manual_seed(3)) - 0.5) * 2 * 3.3e38)
+        other[:, 0] = torch.finfo(torch.bfloat16).max
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(
+        StoreError, match=r"expert 5 has a down_proj that reaches 3\.39e\+38, .*: pack it as bf16"
+    ):
+        pack(tmp_path / "plain", tmp_path / "other", kind)
 
 
 def test_a_source_that_is_replaced_while_it_is_opened_is_not_mixed(
@@ -409,7 +472,7 @@ def test_other_options_or_another_source_do_not_go_on(plain: Path, tmp_path: Pat
     with pytest.raises(RequestError, match=r"another source \(source\)"):
         pack(plain, tmp_path / "pack", "int8")
     pack(plain, tmp_path / "pack", "int4", is_overwriting=True)
-    assert differing(tmp_path / "pack", lambda nbytes: None) == []
+    assert damage_of(tmp_path / "pack") == []
 
 
 def test_an_existing_pack_is_replaced_only_when_asked_and_nothing_else_is(plain: Path, packed: Path) -> None:
@@ -423,6 +486,19 @@ def test_an_existing_pack_is_replaced_only_when_asked_and_nothing_else_is(plain:
     (plain.parent / "mine").mkdir()
     with pytest.raises(RequestError, match="is not a pack, so --overwrite will not replace it"):
         pack(plain, plain.parent / "mine", is_overwriting=True)
+
+
+def test_what_appears_at_out_while_it_is_packed_stays(plain: Path, tmp_path: Path) -> None:
+    def appear(nbytes: int) -> None:
+        (tmp_path / "pack").mkdir(exist_ok=True)
+        (tmp_path / "pack" / "thesis").write_text("years of work")
+
+    with pytest.raises(RequestError, match="exists already"):
+        pack(plain, tmp_path / "pack", advance=appear)
+    assert [path.name for path in (tmp_path / "pack").iterdir()] == ["thesis"]
+    (tmp_path / "pack").rename(tmp_path / "elsewhere")
+    pack(plain, tmp_path / "pack")
+    assert damage_of(tmp_path / "pack") == []
 
 
 def test_two_packers_of_one_folder_do_not_mix(plain: Path, tmp_path: Path) -> None:
@@ -455,7 +531,68 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     monkeypatch.setattr(writer, "SPARE_BYTES", 2**60)
     with pytest.raises(RequestError, match=r"the pack needs .* more on the disk"):
         pack(plain, tmp_path / "pack")
-    assert [path.name for path in (tmp_path / ".pack.packing").iterdir()] == [JOURNAL_NAME]
+    assert not (tmp_path / ".pack.packing").exists()
+
+
+@pytest.mark.parametrize("is_overwriting", [True, False])
+def test_a_folder_that_is_not_ours_is_left_alone(is_overwriting: bool, plain: Path, tmp_path: Path) -> None:
+    hidden = tmp_path / ".pack.packing"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").write_text("years of work")
+    hidden.symlink_to(tmp_path / "mine")
+    with pytest.raises(
+        RequestError, match=r"\.pack\.packing is not a folder that coop began .*: move it away"
+    ):
+        pack(plain, tmp_path / "pack", is_overwriting=is_overwriting)
+    hidden.unlink()
+    (tmp_path / "mine").rename(hidden)
+    with pytest.raises(RequestError, match=r"\.pack\.packing holds files and no journal .*: move it away"):
+        pack(plain, tmp_path / "pack", is_overwriting=is_overwriting)
+    assert [(path.name, path.read_text()) for path in hidden.iterdir()] == [("thesis", "years of work")]
+    assert not (tmp_path / "pack").exists()
+
+
+def test_a_folder_by_the_name_of_the_replaced_pack_is_left_alone(plain: Path, packed: Path) -> None:
+    old = packed.parent / ".pack.old"
+    old.mkdir()
+    (old / "thesis").write_text("years of work")
+    with pytest.raises(RequestError, match=r"\.pack\.old is not a pack, .*: move it away"):
+        pack(plain, packed, is_overwriting=True)
+    assert (old / "thesis").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "1",
+        '{"expert": 3}',
+        '{"expert": [0, "1"], "sha256": "x", "squares": [0, 0]}',
+        '{"expert": [0, 1], "sha256": "x", "squares": [0, 0]}',
+        '{"expert": [0, 1], "sha256": 5, "squares": [0, 0]}',
+        '{"expert": [0, 1], "sha256": "%s", "squares": [0, -1]}' % ("a" * 64),
+        '{"dense": ["x"]}',
+        '{"dense": {"model.safetensors": 7}}',
+    ],
+)
+def test_a_line_of_the_journal_that_is_not_ours_is_refused(line: str, plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        pack(plain, tmp_path / "pack", advance=killed_after(3))
+    with (tmp_path / ".pack.packing" / JOURNAL_NAME).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(RequestError, match="lines that coop did not write: pass --overwrite to begin anew"):
+        pack(plain, tmp_path / "pack")
+    pack(plain, tmp_path / "pack", is_overwriting=True)
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "note.txt/x"])
+def test_a_place_that_cannot_be_written_is_named_as_it_was_given(
+    out: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("note.txt").write_text("")
+    with pytest.raises(CoopError, match=rf"^--out {out}: cannot be written: .*name another folder$"):
+        pack(plain, Path(out))
 
 
 # the command
@@ -524,7 +661,21 @@ def test_the_command_measures_source_and_pack_over_the_same_tokens(
     )  # 25 rows of four tokens, the first is given
     assert measured["perplexity"][0] == measured["perplexity"][1] > 1
     assert measured["relative_rms"] == 0 and min(measured["tokens_per_s"]) > 0
+    assert re.search(
+        r"decoding [\d.]+ tokens/s with .*iB of experts resident -> [\d.]+ tokens/s with .*iB of", said
+    )
     assert "perplexity over 75 tokens" in said and "next: coop generate --ckpt" in said
+
+
+def test_the_speed_of_a_source_that_merges_its_adapter_is_left_out() -> None:
+    source = pack_measure.Measurement(2.0, 9, 1.25, 2**20)
+    packed = pack_measure.Measurement(2.0, 9, 34.3, 2**21)
+    packer = SimpleNamespace(checkpoint=SimpleNamespace(adapter="adapter_model.safetensors"))
+    (line,) = command._measured_lines(packer, (source, packed))[1:]  # type: ignore[arg-type]
+    assert line.startswith(
+        "  decoding 34.3 tokens/s with 2.0 MiB of experts resident; the source's speed is left out"
+    )
+    assert "1.2" not in line
 
 
 def test_perplexity_is_that_of_each_row_alone(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,6 +723,27 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     monkeypatch.setattr(writer, "_write_at", interrupted)
     assert command.main(["--ckpt", str(plain), "--out", str(tmp_path / "pack")]) == 130
     assert capsys.readouterr().err.endswith("interrupted: the same command goes on where this one stopped\n")
+
+
+def test_ctrl_c_before_anything_was_written_says_so(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "_check_room", interrupted)
+    assert command.main(["--ckpt", str(plain), "--out", str(tmp_path / "pack")]) == 130
+    assert capsys.readouterr().err.endswith("interrupted: nothing was written yet\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]
+
+
+def test_progress_is_lines_where_nobody_watches_a_bar(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(command, "PROGRESS_SECONDS", 0.0)
+    assert command.main(["--ckpt", str(plain), "--out", str(tmp_path / "pack")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 24 and all(line.startswith("packing: ") for line in lines)
 
 
 def save_tokenizer(folder: Path) -> None:
