@@ -15,7 +15,7 @@ from torch import nn
 
 from coop import kernels
 from coop.adapters.attention import replace_attention
-from coop.adapters.linear import QuickLinear, QuickWeight, epsilon_of, library, needs_grad
+from coop.adapters.linear import QuickLinear, QuickWeight, epsilon_of, needs_grad
 
 _CHECK_ROWS = 3
 
@@ -35,7 +35,7 @@ class QuickNorm(nn.Module):
             return self.__dict__["_coop_plain"].forward(self, hidden_states)
         source = hidden_states.contiguous()
         output = torch.empty_like(source)
-        library().rms_norm(source, self.weight, output, rows, epsilon_of(self))
+        kernels.loaded().rms_norm(source, self.weight, output, rows, epsilon_of(self))
         return output
 
 
@@ -70,19 +70,9 @@ def quicken(model: nn.Module, routers: Iterable[nn.Module] = ()) -> int:
 def _is_rms_norm(module: nn.Module) -> bool:
     """Whether a module is the root-mean-square norm that the kernel computes, by what it does to some numbers."""
     weight = module._parameters.get("weight")
-    if (
-        len(module._parameters) != 1
-        or module._modules
-        or weight is None
-        or weight.ndim != 1
-        or weight.is_meta
-    ):
+    if len(module._parameters) != 1 or module._modules or weight is None or weight.ndim != 1:
         return False
-    if (
-        epsilon_of(module) <= 0
-        or weight.dtype not in (torch.float32, torch.bfloat16)
-        or weight.device.type != "cpu"
-    ):
+    if epsilon_of(module) <= 0 or not kernels.takes(weight):
         return False
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn(_CHECK_ROWS, weight.shape[0], generator=generator)).to(weight.dtype)
@@ -94,6 +84,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
         return False
     got = torch.empty_like(x)
-    library().rms_norm(x, weight.detach(), got, _CHECK_ROWS, epsilon_of(module))
+    kernels.loaded().rms_norm(x, weight.detach(), got, _CHECK_ROWS, epsilon_of(module))
     roundings = 4 * torch.finfo(x.dtype).eps
     return bool(torch.allclose(got, expected, rtol=roundings, atol=0))

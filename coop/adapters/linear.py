@@ -25,12 +25,10 @@ class QuickLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        width = input.shape[-1]
-        rows = input.numel() // max(1, width)
-        job = self.job(input.dtype) if 0 < rows <= kernels.MOST_ROWS else None
-        if job is None or input.device.type != "cpu" or (torch.is_grad_enabled() and needs_grad(self, input)):
+        job = self.job(input.dtype) if _is_few(input, self.in_features) else None
+        if job is None or (torch.is_grad_enabled() and needs_grad(self, input)):
             return super().forward(input)
-        return _product(job, input, rows)
+        return _product(job, input)
 
     @property
     def stored(self) -> torch.Tensor:
@@ -82,12 +80,10 @@ class RoundedLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        rows = input.numel() // self.in_features
-        is_few = 0 < rows <= kernels.MOST_ROWS and input.shape[-1] == self.in_features
-        has_kernel = is_few and kernels.takes(input) and kernels.load()[0] is not None
+        has_kernel = kernels.load()[0] is not None and _is_few(input, self.in_features)
         job = self.job(input.dtype) if has_kernel else None
         if job is not None:
-            return _product(job, input, rows)
+            return _product(job, input)
         parts = zip(self.codes.split(ROUNDED_AT_ONCE), self.scales.split(ROUNDED_AT_ONCE), strict=True)
         products = [
             nn.functional.linear(input, dequantise(codes, scales, self.in_features, input.dtype))
@@ -131,35 +127,33 @@ def _job_of(weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None 
 
 def _quick_product(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
     """hidden [..., in] x weight [out, in]; None where the kernels do not take it."""
-    width = hidden.shape[-1]
-    rows = hidden.numel() // max(1, width)
-    is_few = 0 < rows <= kernels.MOST_ROWS and width == weight.shape[1]
-    is_few = is_few and hidden.is_contiguous() and kernels.takes(hidden)
-    job = _job_of(weight, hidden.dtype) if is_few else None
-    if job is None:
-        return None
-    return _product(job, hidden, rows)
+    is_quick = hidden.is_contiguous() and _is_few(hidden, weight.shape[1])
+    job = _job_of(weight, hidden.dtype) if is_quick else None
+    return _product(job, hidden) if job is not None else None
 
 
-def _product(template: kernels.Job, input: torch.Tensor, rows: int) -> torch.Tensor:
+def _is_few(input: torch.Tensor, width: int) -> bool:
+    """Whether `input` is a few rows of this width, of a kind that the kernels compute on."""
+    return (
+        input.ndim > 0
+        and input.shape[-1] == width
+        and 0 < input.numel() <= kernels.MOST_ROWS * width
+        and kernels.takes(input)
+    )
+
+
+def _product(template: kernels.Job, input: torch.Tensor) -> torch.Tensor:
     job = kernels.Job.from_buffer_copy(template)  # another thread may be in the same layer
-    source = input.reshape(rows, -1)
-    output = input.new_empty(rows, job.outputs)
+    source = input.reshape(-1, input.shape[-1])
+    output = input.new_empty(source.shape[0], job.outputs)
     job.bind(source if source.stride(1) == 1 else source.contiguous(), output)
-    library().products(job, 1)
+    kernels.loaded().products(job, 1)
     return output.view(*input.shape[:-1], job.outputs)
 
 
 def needs_grad(module: nn.Module, hidden: torch.Tensor) -> bool:
     """Whether a gradient would flow through this call."""
     return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
-
-
-def library() -> kernels.Kernels:
-    """The kernels, where there are any."""
-    library, why = kernels.load()
-    assert library is not None, why
-    return library
 
 
 def epsilon_of(norm: Any) -> float:

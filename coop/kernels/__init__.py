@@ -306,6 +306,13 @@ def load() -> tuple[Kernels | None, str]:
     return start(library, address, int(bound) if bound.isdigit() else len(SIMD_NAMES) - 1), ""
 
 
+def loaded() -> Kernels:
+    """The kernels, for who has seen that there are some."""
+    found, why = load()
+    assert found is not None, why
+    return found
+
+
 def describe() -> str:
     """What computes a decode step here, for a person."""
     found, why = load()

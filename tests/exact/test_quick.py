@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import coop
 from coop import kernels
 from coop.adapters.attention import QuickAttention, QuickLayer
-from coop.adapters.linear import QuickLinear
+from coop.adapters.linear import QuickLinear, QuickWeight, RoundedLinear
 from tests.exact.test_families import assert_same_bits
 from tests.families import build_family
 
@@ -119,3 +119,20 @@ def test_what_is_no_plain_step_goes_the_model_s_own_way(
         handle.remove()
         assert len(heard) == TOKENS.shape[1] - 8 + 1
     assert all(torch.allclose(a[0], b[0], atol=1e-3) for a, b in zip(wide, alone, strict=True))
+
+
+def test_inputs_of_another_width_are_refused_as_the_plain_layer_refuses_them() -> None:
+    """The kernels would read past the row, and answer."""
+    plain = torch.nn.Linear(16, 8).requires_grad_(False)
+    with pytest.raises(RuntimeError) as expected:
+        plain(torch.ones(1, 17))
+    rounded = RoundedLinear(plain)
+    plain.__class__ = QuickLinear
+    weight = QuickWeight(plain.weight.detach(), requires_grad=False)
+    with torch.no_grad():
+        for call in (plain, rounded, lambda x: torch.nn.functional.linear(x, weight)):
+            assert call(torch.ones(1, 16)).shape == (1, 8)
+            for width in (15, 17, 64):
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                    call(torch.ones(1, width))
+    assert "shapes cannot be multiplied" in str(expected.value)
