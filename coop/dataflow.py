@@ -135,10 +135,8 @@ class Flow:
 
     def _combined(self, outputs: torch.Tensor) -> torch.Tensor:
         """The sum in one pass of a kernel, with the bits of `_add_whole`."""
-        library, _ = kernels.load()
-        assert library is not None
         result = torch.empty(self.hidden.shape, dtype=self.hidden.dtype)
-        library.combine(outputs, self._weights, self._order, self.tokens, result)
+        kernels.loaded().combine(outputs, self._weights, self._order, self.tokens, result)
         return result
 
     def _add_whole(self, outputs: torch.Tensor) -> None:

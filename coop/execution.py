@@ -74,9 +74,7 @@ def run_token(
 
     hidden [1, width], weights [1, k], order int64 [k]: which of the weights is each expert's.
     """
-    library, why = kernels.load()
-    assert library is not None, why
-    return library.layer(pairs, hidden.contiguous(), weights, order)
+    return kernels.loaded().layer(pairs, hidden.contiguous(), weights, order)
 
 
 def run_prefill(experts: Any, weights: Weights, rows: torch.Tensor, out: torch.Tensor) -> None:

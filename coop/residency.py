@@ -117,31 +117,15 @@ class Residency:
             self._check_open()
             return [self._lease(e) for e in experts if self._state[e] == RESIDENT]
 
-    def lease_all(self, layer: int, experts: list[int]) -> list[Slot]:
-        """Lease distinct experts of a layer if every one is resident, or none of them. Pair with `release_all`."""
+    def lease_all(self, experts: Sequence[ExpertId]) -> list[Slot]:
+        """Lease distinct experts if every one is resident, or none of them. Pair with `release`."""
         with self.changed:
             self._check_open()
-            state, leases, is_guess = self._rows[layer]
+            if any(self._rows[layer][0][expert] != RESIDENT for layer, expert in experts):
+                return []
             for expert in experts:
-                if state[expert] != RESIDENT:
-                    return []
-            slots = self._slots
-            found = [slots[layer, expert] for expert in experts]  # type: ignore[index]
-            for expert in experts:
-                leases[expert] += 1
-                is_guess[expert] = False  # somebody asked for it: no waste any more
-            return found
-
-    def release_all(self, layer: int, experts: list[int]) -> None:
-        """Give back one lease of each."""
-        with self.changed:
-            _, leases, _ = self._rows[layer]
-            for expert in experts:
-                assert leases[expert] > 0, f"layer {layer}: released more often than leased"
-                leases[expert] -= 1
-            if self.used_bytes > self.budget_bytes:
-                self._settle()
-            self.changed.notify_all()
+                self._take_lease(expert)
+            return [self._slots[expert] for expert in experts]
 
     def hold(self, expert: ExpertId) -> bool:
         """Lease an expert whose load is under way, so that it stays once it has arrived; False if none is."""
@@ -163,8 +147,9 @@ class Residency:
         """Give back one lease of each."""
         with self.changed:
             for expert in experts:
-                assert self._leases[expert] > 0, f"{expert} released more often than leased"
-                self._leases[expert] -= 1
+                _, leases, _ = self._rows[expert.layer]
+                assert leases[expert.expert] > 0, f"{expert} released more often than leased"
+                leases[expert.expert] -= 1
             self._settle()
             self.changed.notify_all()
 
@@ -344,8 +329,9 @@ class Residency:
         return Lease(expert, slot, slot.generation)
 
     def _take_lease(self, expert: ExpertId) -> None:
-        self._leases[expert] += 1
-        self._is_guess[expert] = False  # somebody asked for it: no waste any more
+        _, leases, is_guess = self._rows[expert.layer]
+        leases[expert.expert] += 1
+        is_guess[expert.expert] = False  # somebody asked for it: no waste any more
 
     def _make_room(self, expert: ExpertId, is_speculative: bool, streams: int) -> bool:
         """Evict until a slot of the expert's layer fits. A free slot of the right size is already paid for."""

@@ -368,11 +368,12 @@ class Scheduler:
         hidden [1, hidden], chosen int64 [k], weights [1, k]. The bits are those of the long way.
         """
         order = chosen.argsort(kind="stable")
-        experts: list[int] = chosen[order].tolist()
-        is_plain = experts[0] >= 0 and experts[-1] < self.geometry[layer].num_experts
-        if not is_plain or len(set(experts)) < len(experts):
+        ids: list[int] = chosen[order].tolist()
+        is_plain = ids[0] >= 0 and ids[-1] < self.geometry[layer].num_experts
+        if not is_plain or len(set(ids)) < len(ids):
             return None  # to be refused there, or an expert that is chosen twice
-        slots = self.residency.lease_all(layer, experts)
+        experts = [ExpertId(layer, expert) for expert in ids]
+        slots = self.residency.lease_all(experts)
         if not slots:
             return None
         try:
@@ -387,7 +388,7 @@ class Scheduler:
             seconds = (time.perf_counter() - began) / len(experts)
             self.calendar.record_compute(layer, 1, seconds, len(experts))
         finally:
-            self.residency.release_all(layer, experts)
+            self.residency.release(*experts)
         return result
 
     def _demand(self, experts: Sequence[ExpertId]) -> Demand:

@@ -264,37 +264,28 @@ def open_coop(arm: Arm) -> Iterator[CoopEngine]:
 
 @contextlib.contextmanager
 def _transformers(arm: Arm) -> Iterator[Engine]:
-    torch = _settle_torch(arm)
-    from transformers import AutoModelForCausalLM
-
-    yield TorchEngine(
-        AutoModelForCausalLM.from_pretrained(
-            arm.path,
-            dtype=getattr(torch, TORCH_DTYPES.get(arm.dtype, arm.dtype)),
-            experts_implementation="grouped_mm",
-            local_files_only=True,
-            trust_remote_code=False,
-        ).eval()
-    )
+    yield TorchEngine(_load_whole(arm))
 
 
 @contextlib.contextmanager
 def _accelerate(arm: Arm) -> Iterator[Engine]:
+    most = {"cpu": int(arm.memory_bytes * ACCELERATE_SHARE)}
+    yield TorchEngine(_load_whole(arm, device_map="auto", max_memory=most, offload_folder=arm.scratch))
+
+
+def _load_whole(arm: Arm, **placing: Any) -> Any:
+    """The checkpoint as transformers loads it, in its own type, with its quickest experts."""
     torch = _settle_torch(arm)
     from transformers import AutoModelForCausalLM
 
-    yield TorchEngine(
-        AutoModelForCausalLM.from_pretrained(
-            arm.path,
-            dtype=getattr(torch, TORCH_DTYPES.get(arm.dtype, arm.dtype)),
-            experts_implementation="grouped_mm",
-            device_map="auto",
-            max_memory={"cpu": int(arm.memory_bytes * ACCELERATE_SHARE)},
-            offload_folder=arm.scratch,
-            local_files_only=True,
-            trust_remote_code=False,
-        ).eval()
-    )
+    return AutoModelForCausalLM.from_pretrained(
+        arm.path,
+        dtype=getattr(torch, TORCH_DTYPES.get(arm.dtype, arm.dtype)),
+        experts_implementation="grouped_mm",
+        local_files_only=True,
+        trust_remote_code=False,
+        **placing,
+    ).eval()
 
 
 class LlamaEngine(PlainEngine):

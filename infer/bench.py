@@ -384,20 +384,13 @@ def _template(options: Options, config: Any) -> Arm:
 
 
 def _config(folder: Path) -> Any:
-    from transformers import AutoConfig
+    from coop.adapters.attach import load_config
 
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder} is an adapter: pass a full checkpoint, or a pack that was made of it"
         )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as exc:
-        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-        raise CheckpointError(
-            f"{folder}: no config of a model that can be measured ({reason[:200]})"
-        ) from exc
-    return config.get_text_config(decoder=True)
+    return load_config(folder)
 
 
 def _check_replay(options: Options, config: Any) -> None:

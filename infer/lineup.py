@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from coop.checkpoint import PACK_MANIFEST, is_pack
 from coop.errors import BudgetError, RequestError
 from coop.files import read_json
 from infer.contest import Arm
@@ -29,7 +30,6 @@ GGUF_DTYPES = ("bf16", "q4_0")
 GGUF_FAMILIES = ("qwen3_moe", "mixtral")
 HEADROOM = 0.25  # of dense weights and budget, for activations, cached keys and values, and the page cache
 PROCESS_BYTES = 768 * 2**20  # and at least this: Python, torch and its threads take over half of it
-PACK_MANIFEST = "coop_pack.json"
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SIZES = "auto, none or a size, such as 900MB or 1.5GiB"
 NEEDS_CHECKPOINT = "reads full checkpoints, and --ckpt is a pack"
@@ -110,11 +110,6 @@ def num_experts(config: Any) -> int:
     """Experts in each MoE layer, by whichever name the family gives them; 0 for none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((getattr(config, name) for name in names if getattr(config, name, 0)), 0)
-
-
-def is_pack(folder: Path) -> bool:
-    """Whether coop.pack wrote it."""
-    return (folder / PACK_MANIFEST).is_file()
 
 
 def check_packs(shapes: Mapping[Path, Shape]) -> None:

@@ -183,8 +183,7 @@ def _attend(
     attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any], layer: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of attention, [sequences, width]; of a whole layer's first half, with the sum and the norm behind it."""
-    library, why = kernels.load()
-    assert library is not None, why
+    library = kernels.loaded()
     block = _block_of(attention, layer, hidden.dtype)
     rows = hidden.view(hidden.shape[0], -1)
     cosine, sine = (angle.view(-1, block.head_width) for angle in kwargs["position_embeddings"])
@@ -200,10 +199,9 @@ def _block_of(attention: Any, layer: Any, dtype: torch.dtype) -> kernels.Attenti
     heads: Heads = attention.__dict__["_coop_heads"]
     linear = _parts(attention, PROJECTIONS)
     norms = _parts(attention, ("q_norm", "k_norm")) + (_parts(layer, NORMS) if layer is not None else [])
-    stored = [part.stored for part in linear] + [
-        norm._parameters["weight"] for norm in norms if norm is not None
-    ]
     owner = layer if layer is not None else attention
+    stored = [part.stored for part in linear]
+    stored += [norm._parameters["weight"] for norm in norms if norm is not None]
     stored += [part.bias for part in linear if part.bias is not None]
     epsilons = [epsilon_of(norm) for norm in norms if norm is not None]
     places = [*(tensor.data_ptr() for tensor in stored), *epsilons]
@@ -221,11 +219,8 @@ def _block_of(attention: Any, layer: Any, dtype: torch.dtype) -> kernels.Attenti
     if layer is not None:
         block.norm, block.next_norm = addresses[2:]
         block.epsilon, block.next_epsilon = (epsilon_of(norm) for norm in norms[2:])
-    block.head_width, block.scale, block.head_epsilon = (
-        heads.width,
-        heads.scale,
-        epsilons[0] if norms[0] is not None else 0.0,
-    )
+    block.head_width, block.scale = heads.width, heads.scale
+    block.head_epsilon = epsilons[0] if norms[0] is not None else 0.0
     block.type, block.is_normed_whole = kernels.type_of(dtype), heads.is_normed_whole
     owner.__dict__["_coop_block"] = (places, block)
     return block

@@ -131,8 +131,7 @@ static inline void load_int4(const uint8_t* p, V16& low, V16& high) {
 #endif
 
 // AVX-512 with bfloat16 products: inputs that are bfloat16 already are taken as they are, two to a lane.
-#if defined(COOP_X86) && !defined(COOP_NO_PAIRS)
-#define COOP_PAIRS 1
+#if defined(COOP_X86)
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
 namespace pairs {
@@ -334,7 +333,7 @@ Attend attend_head = portable::attend;
 int simd_level = 0;
 
 bool takes_pairs([[maybe_unused]] const Job& job) {
-#if defined(COOP_PAIRS)
+#if defined(COOP_X86)
   return simd_level == 3 && pairs::takes(job);
 #else
   return false;
@@ -342,6 +341,20 @@ bool takes_pairs([[maybe_unused]] const Job& job) {
 }
 
 thread_local std::vector<float> scratch;
+
+// Memory of at least `count` elements, kept for the next call.
+template <class T> T* at_least(std::vector<T>& memory, int64_t count) {
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+// One parallel region of `threads`, or the caller alone where that is not worth starting them.
+template <class T> void spread(void (*task)(void*), T& work, int threads, bool is_worth_it) {
+  if (threads > 1 && is_worth_it)
+    parallel_region(task, &work, static_cast<unsigned>(threads), 0);
+  else
+    task(&work);
+}
 
 // Work of one parallel region: blocks of outputs of every job, taken one after another by whoever is free.
 struct Work {
@@ -384,7 +397,7 @@ void prepare(const Job& job, void* into) {
   for (int64_t row = 0; row < job.rows; ++row) {
     const int64_t token = job.tokens != nullptr ? job.tokens[row] : row;
     const char* from = static_cast<const char*>(job.source) + token * job.source_pitch;
-#if defined(COOP_PAIRS)
+#if defined(COOP_X86)
     if (takes_pairs(job)) {
       uint16_t* at = static_cast<uint16_t*>(into) + row * job.pitch;
       std::fill(at + job.columns / 64 * 64, at + job.pitch, uint16_t{0});
@@ -454,11 +467,11 @@ constexpr int64_t SERIAL_NUMBERS = 1 << 15;  // keys of fewer numbers are done b
 void attend_heads(void* data) {
   Attention& work = *static_cast<Attention*>(data);
   static thread_local std::vector<float> scores;
-  if (static_cast<int64_t>(scores.size()) < work.tokens) scores.resize(2 * work.tokens);
+  float* own = at_least(scores, work.tokens);
   for (;;) {
     const int64_t head = work.next.fetch_add(1, std::memory_order_relaxed);
     if (head >= work.count) return;
-    attend_head(work, head, scores.data());
+    attend_head(work, head, own);
   }
 }
 
@@ -539,8 +552,7 @@ void run_all(Job* jobs, int64_t count, int threads) {
     jobs[i].pitch = (jobs[i].columns + 63) / 64 * 64;
     floats += jobs[i].rows * jobs[i].pitch;
   }
-  if (static_cast<int64_t>(scratch.size()) < floats) scratch.resize(floats);
-  float* at = scratch.data();
+  float* at = at_least(scratch, floats);
   std::vector<int64_t> first_block(count + 1, 0);
   for (int64_t i = 0; i < count; ++i) {
     if (i && shares_input(jobs[i - 1], jobs[i])) {
@@ -554,10 +566,7 @@ void run_all(Job* jobs, int64_t count, int threads) {
     first_block[i + 1] = first_block[i] + (jobs[i].outputs + size - 1) / size;
   }
   Work work{jobs, count, first_block.data(), {0}};
-  if (threads > 1 && first_block[count] > 1)
-    parallel_region(work_on, &work, static_cast<unsigned>(threads), 0);
-  else
-    work_on(&work);
+  spread(work_on, work, threads, first_block[count] > 1);
 }
 
 }  // namespace
@@ -605,10 +614,10 @@ void coop_attention_begin(const AttentionBlock* block, const void* hidden, int64
   static thread_local std::vector<char> normed;
   const int64_t itemsize = block->type == BF16 ? 2 : 4, width = block->query.columns;
   if (block->norm != nullptr) {
-    if (static_cast<int64_t>(normed.size()) < rows * width * itemsize) normed.resize(rows * width * itemsize);
+    char* into = at_least(normed, rows * width * itemsize);
     for (int64_t row = 0; row < rows; ++row)
-      norm_row(hidden, block->norm, normed.data(), row * width, width, block->epsilon, block->type);
-    hidden = normed.data();
+      norm_row(hidden, block->norm, into, row * width, width, block->epsilon, block->type);
+    hidden = into;
   }
   Job jobs[3] = {block->query, block->key, block->value};
   char* at = static_cast<char*>(heads);
@@ -649,17 +658,14 @@ void coop_attention_end(const AttentionBlock* block, const void* query, const vo
   const int64_t itemsize = block->type == BF16 ? 2 : 4, width = block->output.outputs;
   const int64_t heads = block->query.outputs / block->head_width, key_heads = block->key.outputs / block->head_width;
   const int64_t pitch = block->query.outputs * itemsize;
-  if (static_cast<int64_t>(attended.size()) < rows * pitch) attended.resize(rows * pitch);
-  Attention work{query, keys, values, attended.data(), heads, key_heads, tokens, block->head_width, pitch,
+  char* into = at_least(attended, rows * pitch);
+  Attention work{query, keys, values, into, heads, key_heads, tokens, block->head_width, pitch,
                  {key_pitch[0], key_pitch[1], key_pitch[2]}, {value_pitch[0], value_pitch[1], value_pitch[2]},
                  rows * heads, block->scale, block->type, {0}};
-  if (threads > 1 && work.count * tokens * block->head_width > SERIAL_NUMBERS)
-    parallel_region(attend_heads, &work, static_cast<unsigned>(threads), 0);
-  else
-    attend_heads(&work);
+  spread(attend_heads, work, threads, work.count * tokens * block->head_width > SERIAL_NUMBERS);
   Job job = block->output;
   job.rows = rows;
-  job.source = attended.data();
+  job.source = into;
   job.source_pitch = pitch;
   job.output = hidden;
   job.output_pitch = width * itemsize;
@@ -675,8 +681,7 @@ void coop_attention_end(const AttentionBlock* block, const void* query, const vo
 // outputs [rows, width], `pitch` bytes apart; weights [rows]; tokens int64 [rows]; result [count, width].
 void coop_combine(const void* outputs, int64_t pitch, const void* weights, const int64_t* order,
                   const int64_t* tokens, int64_t rows, int64_t count, int64_t width, void* result, int type) {
-  if (static_cast<int64_t>(scratch.size()) < count * width) scratch.resize(count * width);
-  float* total = scratch.data();
+  float* total = at_least(scratch, count * width);
   std::fill(total, total + count * width, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
     const char* from = static_cast<const char*>(outputs) + row * pitch;
@@ -707,10 +712,7 @@ void coop_products(Job* jobs, int64_t count, int threads) { run_all(jobs, count,
 void coop_dequantise(const void* weight, const uint16_t* scales, int kind, int64_t outputs, int64_t columns,
                      void* output, int type, int threads) {
   Dequantise work{static_cast<const uint8_t*>(weight), scales, kind, outputs, columns, output, type, {0}};
-  if (threads > 1 && outputs > DEQUANTISE_ROWS)
-    parallel_region(dequantise_rows, &work, static_cast<unsigned>(threads), 0);
-  else
-    dequantise_rows(&work);
+  spread(dequantise_rows, work, threads, outputs > DEQUANTISE_ROWS);
 }
 
 // Rows of a layer call through gated experts: outputs[r] = down(silu(gate(x)) * up(x)) of x = hidden[tokens[r]].
@@ -724,8 +726,7 @@ void coop_experts(const Job* const* ups, const Job* const* downs, const int64_t*
   int64_t bytes = 0;
   jobs.resize(2 * count);
   for (int64_t i = 0; i < count; ++i) bytes += (spans[2 * i + 1] - spans[2 * i]) * ups[i]->outputs * itemsize;
-  if (static_cast<int64_t>(middle.size()) < bytes) middle.resize(bytes);
-  char* at = middle.data();
+  char* at = at_least(middle, bytes);
   for (int64_t i = 0; i < count; ++i) {
     Job& up = jobs[i] = *ups[i];
     Job& down = jobs[count + i] = *downs[i];
@@ -753,9 +754,9 @@ void coop_layer(const Job* const* ups, const Job* const* downs, const int64_t* s
                 int64_t rows, int64_t token_count, void* result, int threads) {
   static thread_local std::vector<char> outputs;
   const int64_t pitch = (width * (ups[0]->type == BF16 ? 2 : 4) + 63) / 64 * 64;
-  if (static_cast<int64_t>(outputs.size()) < rows * pitch) outputs.resize(rows * pitch);
-  coop_experts(ups, downs, spans, count, hidden, hidden_pitch, width, tokens, outputs.data(), pitch, threads);
-  coop_combine(outputs.data(), pitch, weights, order, tokens, rows, token_count, width, result, ups[0]->type);
+  char* into = at_least(outputs, rows * pitch);
+  coop_experts(ups, downs, spans, count, hidden, hidden_pitch, width, tokens, into, pitch, threads);
+  coop_combine(into, pitch, weights, order, tokens, rows, token_count, width, result, ups[0]->type);
 }
 
 }  // extern "C"

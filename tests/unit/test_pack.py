@@ -714,12 +714,13 @@ def test_a_row_without_text_is_named_by_its_line(plain: Path, tmp_path: Path, ca
     assert not (tmp_path / ".pack.packing").exists()
 
 
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_ctrl_c_says_that_the_same_command_goes_on(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(writer, "_write_at", interrupted)
     assert command.main(["--ckpt", str(plain), "--out", str(tmp_path / "pack")]) == 130
     assert capsys.readouterr().err.endswith("interrupted: the same command goes on where this one stopped\n")
@@ -728,9 +729,6 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
 def test_ctrl_c_before_anything_was_written_says_so(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(writer, "_check_room", interrupted)
     assert command.main(["--ckpt", str(plain), "--out", str(tmp_path / "pack")]) == 130
     assert capsys.readouterr().err.endswith("interrupted: nothing was written yet\n")
