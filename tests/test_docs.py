@@ -107,7 +107,7 @@ def test_every_coop_command_is_in_the_readme() -> None:
 def test_every_recipe_key_is_in_its_document() -> None:
     from pydantic import BaseModel
 
-    from train.recipe import Recipe
+    from train.schema import Recipe
 
     def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         for name, field in model.model_fields.items():

@@ -24,7 +24,7 @@ from coop.hotmap import HotCounts, HotMap, RoutedBatch
 from coop.profile import Profile, ProfileIdentity, adapter_digest
 from coop.scheduler import Scheduler
 from coop.topology import hardware_fingerprint
-from train.recipe import CoopSection
+from train.schema import CoopSection
 
 Reduce = Callable[[Tensor], Any]
 

@@ -18,7 +18,7 @@ from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta,
 from coop.errors import CheckpointError, CoopError, RecipeError
 
 if TYPE_CHECKING:
-    from train.recipe import Recipe, TuneSection
+    from train.schema import Recipe, TuneSection
 
 GROUPS = ("attention", "experts", "shared_experts", "router", "other")
 

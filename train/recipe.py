@@ -1,285 +1,30 @@
-"""Recipe: everything a fine-tuning run is told, as one strict schema.
+"""Recipe files: a YAML file and overrides, checked against the schema.
 
-Owns every key, its default and its meaning; promises that an accepted key is in force and that a refused recipe
-lists all its errors at once, with file, line and the nearest name. `train.finetune` parses it;
-`python -m train.recipe --markdown` writes docs/recipes.md.
+Owns reading, overriding and the words of a refusal; promises that a refused recipe lists all its errors at once,
+with file, line and the nearest name. `train.finetune` parses with it; `python -m train.recipe --markdown` writes
+docs/recipes.md.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import re
 import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from coop.errors import RecipeError
+from train.plain_yaml import PlainLoader
+from train.schema import Recipe, Section
 
 MAX_RECIPE_BYTES = 2**20
-Group = Literal["attention", "experts", "shared_experts", "router", "other"]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
-
-
-class Section(BaseModel):
-    """A group of keys; unknown keys, wrong types, and numbers that are not finite are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ModelSection(Section):
-    """The model that is tuned."""
-
-    path: str = Field(description="folder of the model in Hub layout, or a model id of the hub")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16",
-        description="type the weights are loaded and run in; LoRA weights are always float32",
-    )
-    experts: Literal["grouped_mm", "batched_mm", "eager"] = Field(
-        default="grouped_mm", description="how transformers computes experts in training"
-    )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        default="sdpa", description="how transformers computes attention"
-    )
-
-
-class DataSection(Section):
-    """Chat data: one JSON object a line, `{"messages": [{"role": ..., "content": ...}, ...]}`."""
-
-    train: str = Field(description="jsonl file to train on")
-    eval: str | None = Field(
-        default=None, description="jsonl file of held-out rows; null: no eval loss, no refreshed profile"
-    )
-    max_length: Annotated[int, Field(ge=8)] = Field(
-        default=1024, description="tokens of a row; what is longer is cut at its end"
-    )
-    max_train_rows: Count = Field(default=0, description="use only the first so many rows; 0: all")
-    max_eval_rows: Count = Field(default=0, description="use only the first so many held-out rows; 0: all")
-    strict: bool = Field(
-        default=True, description="true: a bad row stops the start; false: it is counted and left out"
-    )
-
-
-class LoraSection(Section):
-    """Size of the adapters."""
-
-    r: Positive = Field(default=8, description="rank")
-    alpha: Positive = Field(default=16, description="scale; the update is multiplied by alpha / r")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0,
-        description="dropout before LoRA; must be 0 unless attention alone is trained (PEFT cannot drop elsewhere)",
-    )
-
-
-class TuneSection(Section):
-    """Which weights are trained, and how."""
-
-    method: Literal["lora", "full"] = Field(
-        default="lora", description="adapters on frozen weights, or the weights themselves"
-    )
-    groups: Annotated[list[Group], Field(min_length=1)] = Field(
-        default=["attention", "experts"],
-        description="what is trained: attention, experts, shared_experts, router and, with `full`, other "
-        "(embeddings, norms, dense layers); a group that matches nothing is refused",
-    )
-    lora: LoraSection = LoraSection()
-
-    @model_validator(mode="after")
-    def _check(self) -> TuneSection:
-        if self.method == "lora" and "other" in self.groups:
-            raise ValueError("tune.groups: 'other' needs tune.method=full")
-        stacked = [group for group in self.groups if group not in ("attention", "other")]
-        if self.method == "lora" and self.lora.dropout and stacked:
-            raise ValueError(f"tune.lora.dropout: must be 0 when {' and '.join(stacked)} are in tune.groups")
-        return self
-
-
-class MoeSection(Section):
-    """Load balancing while training."""
-
-    aux_loss_coef: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description="weight of the load-balancing loss, in training and eval loss; null: as the model says; 0: off",
-    )
-
-
-class TrainSection(Section):
-    """The optimisation."""
-
-    steps: Positive | None = Field(default=None, description="optimiser steps; set this or `epochs`")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="passes over the data; set this or `steps`"
-    )
-    batch_size: Positive = Field(default=1, description="rows a device takes at once")
-    grad_accumulation: Positive = Field(default=1, description="batches in one optimiser step")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(default=2e-4, description="highest learning rate")
-    schedule: Literal["cosine", "linear", "constant_with_warmup"] = Field(
-        default="cosine", description="how the learning rate falls after warm-up"
-    )
-    warmup_steps: Count = Field(default=0, description="steps in which the learning rate rises from 0")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of AdamW")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="gradients are scaled down to this norm"
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="compute activations again in backward to save memory"
-    )
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        default=0, description="of shuffling, LoRA start values and dropout"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainSection:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("train: set exactly one of train.steps and train.epochs")
-        return self
-
-
-class WarmupSection(Section):
-    """The expert warm-up: one virtual task for every expert, timed, without touching the training."""
-
-    every_steps: Count = Field(default=100, description="run it every so many optimiser steps; 0: never")
-    row_counts: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(min_length=1, max_length=16)] = (
-        Field(default=[1, 8, 64], description="token rows of the virtual tasks, rising, at most 16")
-    )
-    repeats: Annotated[int, Field(ge=1, le=100)] = Field(
-        default=3, description="runs of each task; the fastest of all warm-ups counts"
-    )
-    max_seconds: Annotated[float, Field(gt=0)] = Field(
-        default=5.0, description="a warm-up stops after this long"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> WarmupSection:
-        if sorted(set(self.row_counts)) != self.row_counts:
-            raise ValueError("coop.warmup.row_counts: must rise, such as [1, 8, 64]")
-        return self
-
-
-class ProfileSection(Section):
-    """The expert profile that is written into every checkpoint."""
-
-    enabled: bool = Field(
-        default=True, description="count how experts are used; false: no warm-up and no profile either"
-    )
-    refresh_rows: Count = Field(
-        default=64,
-        description="held-out rows routed through the final weights for the final profile; 0: keep training counts",
-    )
-
-
-class CoopSection(Section):
-    """What coop adds to training."""
-
-    warmup: WarmupSection = WarmupSection()
-    profile: ProfileSection = ProfileSection()
-
-
-class EvalSection(Section):
-    """Loss on held-out rows; measured before and after training in any case when `data.eval` is set."""
-
-    every_steps: Count = Field(
-        default=0, description="also measure every so many steps; 0: only before and after"
-    )
-    batch_size: Positive = Field(default=1, description="rows a device takes at once")
-
-
-class CheckpointSection(Section):
-    """Checkpoints to resume from."""
-
-    every_steps: Count = Field(
-        default=100, description="write one every so many steps; 0: only the final result"
-    )
-    keep: Positive = Field(default=2, description="newest checkpoints that are kept")
-
-
-class WandbSection(Section):
-    """Tracking with W&B; a failure of it never stops a run."""
-
-    mode: Literal["offline", "online", "disabled"] = Field(
-        default="offline", description="where the run is tracked"
-    )
-    project: str = Field(default="coop", description="W&B project")
-    run_name: str | None = Field(
-        default=None, description="name of the run; null: the name of the output folder"
-    )
-
-
-class LoggingSection(Section):
-    """What is shown while training."""
-
-    every_steps: Positive = Field(default=1, description="show and record the loss every so many steps")
-    wandb: WandbSection = WandbSection()
-
-
-class Recipe(Section):
-    """A whole fine-tuning run."""
-
-    output: str = Field(description="folder of the result; checkpoints go inside it")
-    model: ModelSection
-    data: DataSection
-    tune: TuneSection = TuneSection()
-    moe: MoeSection = MoeSection()
-    coop: CoopSection = CoopSection()
-    train: TrainSection
-    eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    logging: LoggingSection = LoggingSection()
-
-    @model_validator(mode="after")
-    def _check(self) -> Recipe:
-        if self.data.eval is None:
-            if self.coop.profile.enabled and self.coop.profile.refresh_rows:
-                raise ValueError(
-                    "coop.profile.refresh_rows: needs data.eval; set one of them (0 keeps training counts)"
-                )
-            if self.eval.every_steps:
-                raise ValueError("eval.every_steps: needs data.eval")
-        return self
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of what decides the weights: a resumed run must agree with it."""
-        deciding = self.model_dump(include={"model", "data", "tune", "moe", "train"})
-        return hashlib.sha256(yaml.safe_dump(deciding, sort_keys=True).encode()).hexdigest()
-
-    def to_yaml(self) -> str:
-        """The resolved recipe, every key spelled out; `load_recipe` reads it back as the same."""
-        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, except that `1e-4` is a number and a key may not come twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(None, None, f"key {key.value!r} appears twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every string that `_Loader` would read as something else."""
-
-
-for _yaml in (_Loader, _Dumper):
-    _yaml.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -292,8 +37,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _load(path: Path, text: str, overrides: Sequence[str]) -> Recipe:
     try:
-        keys = yaml.load(text, _Loader)
-        lines = _lines(yaml.compose(text, _Loader))
+        keys = yaml.load(text, PlainLoader)
+        lines = _lines(yaml.compose(text, PlainLoader))
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -345,7 +90,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     if not equals or not all(key.split(".")):
         raise RecipeError(f"{override!r} is not an override: write key.sub=value, such as train.steps=20")
     try:
-        return key.split("."), yaml.load(value, _Loader)
+        return key.split("."), yaml.load(value, PlainLoader)
     except (yaml.YAMLError, ValueError) as exc:
         raise RecipeError(f"{override!r}: the value is not valid YAML") from exc
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from coop.profile import Profile
 from coop.profile_report import draw_heatmaps, half_coverage, layer_balance
-from train.recipe import Recipe
+from train.schema import Recipe
 
 
 def draw_report(records: list[dict[str, Any]], profile: Profile | None, path: Path) -> None:

@@ -7,7 +7,6 @@ Owns the order of things; promises that everything that can be refused is refuse
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,19 +18,17 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from coop.adapters.transformers import find_experts
 from coop.errors import CoopError, RecipeError
 from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
 from train import checkpoint, report
 from train.callback import CoopCallback
 from train.checkpoint import ResumePoint
-from train.data import DataSummary, Row, describe_sample, load_rows, to_dataset
+from train.data import Row, describe_sample, load_rows, to_dataset
 from train.model import (
     Groups,
     check_trainable,
@@ -41,8 +38,9 @@ from train.model import (
     load_tokenizer,
     make_trainable,
 )
+from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
 from train.progress import Metrics, ProgressCallback, to_json
-from train.recipe import Recipe
+from train.schema import Recipe
 from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
 
@@ -93,9 +91,9 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     checkpoint.check_output(
         output, is_resuming=options.resume is not None, is_overwriting=options.is_overwriting
     )
-    _show_header(console, recipe, recipe_path, state)
+    show_header(console, recipe, recipe_path, state)
     loaded = _load(recipe, options.is_dry, console, phases, state.num_processes)
-    _show_plan(console, recipe, loaded, state.num_processes)
+    show_plan(console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes)
     if options.is_dry:
         console.print("dry run: everything above is in order; nothing was trained")
         return
@@ -131,11 +129,11 @@ def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world:
     with phases.time("model"):
         model = load_skeleton(recipe) if is_dry else load_model(recipe)
         groups = Groups(model)
-        _show_model(console, model, recipe)
+        show_model(console, model, recipe)
         set_seed(recipe.train.seed)
         model = make_trainable(model, recipe.tune, recipe.model.path)
     sizes = group_sizes(model, groups)
-    _show_groups(console, sizes)
+    show_groups(console, sizes)
     check_trainable(sizes, recipe.tune.groups)
     steps = recipe.train.steps
     if steps is None:
@@ -148,11 +146,11 @@ def _load_data(recipe: Recipe, tokenizer: Any, console: Console) -> tuple[list[R
     data = recipe.data
     common: dict[str, Any] = {"max_length": data.max_length, "strict": data.strict}
     train_rows, summary = load_rows(Path(data.train), tokenizer, max_rows=data.max_train_rows, **common)
-    _show_data(console, "train", summary)
+    show_data(console, "train", summary)
     eval_rows: list[Row] = []
     if data.eval is not None:
         eval_rows, summary = load_rows(Path(data.eval), tokenizer, max_rows=data.max_eval_rows, **common)
-        _show_data(console, "eval", summary)
+        show_data(console, "eval", summary)
     console.print("sample (only the bold part is trained):", highlight=False)
     console.print(describe_sample(tokenizer, train_rows[0]), highlight=False, soft_wrap=True)
     return train_rows, eval_rows
@@ -201,7 +199,7 @@ def _train(
     try:
         trainer = _build_trainer(recipe, loaded, coop, digest, [progress, tracking])
         if point is not None:
-            _show_resume(console, point)
+            show_resume(console, point)
             if coop is not None:
                 coop.restore(point.folder)
         _fit(trainer, point, loaded, metrics, phases)
@@ -298,82 +296,3 @@ def _publish(
     tracking.log(summary["balance"], summary["steps"])
     tracking.log_image("report", output / "report.png", summary["steps"])
     write_atomic(output / checkpoint.SUMMARY_NAME, to_json(summary, indent=1).encode())
-
-
-# what is shown at the start
-
-
-def _show_header(console: Console, recipe: Recipe, recipe_path: Path, state: PartialState) -> None:
-    import peft
-    import transformers
-    import trl
-
-    console.rule("coop fine-tuning")
-    libraries = (torch, transformers, peft, trl)
-    versions = ", ".join(f"{library.__name__} {library.__version__}" for library in libraries)
-    lines = [
-        f"{versions}; {state.num_processes} process{'es' if state.num_processes > 1 else ''} on {state.device}",
-        f"recipe {recipe_path} ({recipe.digest[:12]}), seed {recipe.train.seed}, output {recipe.output}",
-    ]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def _show_data(console: Console, name: str, summary: DataSummary) -> None:
-    console.print(f"{name}: {summary.describe()}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _show_model(console: Console, model: nn.Module, recipe: Recipe) -> None:
-    experts = find_experts(model)
-    first = experts[0]
-    elements = sum(p.numel() for p in first.module.parameters(recurse=False)) // first.num_experts
-    nbytes = elements * getattr(torch, recipe.model.dtype).itemsize
-    total = sum(parameter.numel() for parameter in model.parameters())
-    console.print(
-        f"model {recipe.model.path}: {type(model).__name__}, {total / 1e6:,.1f} M parameters in {recipe.model.dtype}, "
-        f"{len(experts)} MoE layers x {first.num_experts} experts, top-{first.top_k}, {nbytes / 2**20:,.2f} MiB each, "
-        f"computed by {recipe.model.experts}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-
-
-def _show_groups(console: Console, sizes: list[Any]) -> None:
-    table = Table("group", "parameters", "trained", title="what is trained", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for size in sizes:
-        table.add_row(size.group, f"{size.total:,}", f"{size.trainable:,}" if size.trainable else "frozen")
-    total, trained = sum(s.total for s in sizes), sum(s.trainable for s in sizes)
-    table.add_row("all", f"{total:,}", f"{trained:,} ({100 * trained / total:.2f}%)")
-    console.print(table)
-
-
-def _show_plan(console: Console, recipe: Recipe, loaded: Loaded, world: int) -> None:
-    train, coop = recipe.train, recipe.coop
-    rows = train.batch_size * train.grad_accumulation * world
-    epochs = loaded.total_steps * rows / len(loaded.train_rows)
-    parts = [f"plan: {loaded.total_steps} steps of {rows} rows ({epochs:.2f} epochs)"]
-    every = recipe.checkpoint.every_steps
-    parts.append(
-        f"a checkpoint every {every} steps, {recipe.checkpoint.keep} kept" if every else "no checkpoints"
-    )
-    if not coop.profile.enabled:
-        parts.append("no expert profile")
-    elif coop.warmup.every_steps:
-        parts.append(f"expert warm-up every {coop.warmup.every_steps} steps")
-    trained = [p for p in loaded.model.parameters() if p.requires_grad]
-    needed = sum(p.numel() * p.element_size() for p in trained) * 3  # weights and the two moments of AdamW
-    folder = next(
-        path for path in (Path(recipe.output), *Path(recipe.output).absolute().parents) if path.exists()
-    )
-    free = shutil.disk_usage(folder).free
-    parts.append(f"a checkpoint takes about {needed / 2**20:,.0f} MiB, {free / 2**30:,.1f} GiB are free")
-    console.print("; ".join(parts), highlight=False, markup=False, soft_wrap=True)
-
-
-def _show_resume(console: Console, point: ResumePoint) -> None:
-    for reason in point.skipped:
-        console.print(f"passed over: {reason}", highlight=False, markup=False, soft_wrap=True)
-    line = f"resuming from {point.folder} at step {point.step}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

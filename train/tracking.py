@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from train.recipe import WandbSection
+from train.schema import WandbSection
 
 _Mode = Literal["online", "offline"]
 _FALLBACKS: dict[str, tuple[_Mode, ...]] = {

@@ -23,7 +23,7 @@ from coop.profile import Profile
 from train.callback import CoopCallback
 from train.checkpoint import describe_newest, follow_umask, mark_complete, rotate, saving
 from train.data import Row, to_dataset
-from train.recipe import Recipe
+from train.schema import Recipe
 
 
 class CoopTrainer(SFTTrainer):

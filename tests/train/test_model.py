@@ -23,7 +23,7 @@ from train.model import (
     make_trainable,
     shortest_suffixes,
 )
-from train.recipe import LoraSection, TuneSection
+from train.schema import LoraSection, TuneSection
 
 SHARED = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "glm4_moe", "nemotron_h")
 

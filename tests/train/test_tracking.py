@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from train.recipe import WandbSection
+from train.schema import WandbSection
 from train.tracking import Tracking
 
 

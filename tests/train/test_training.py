@@ -22,8 +22,8 @@ from train.checkpoint import METRICS_NAME, SUMMARY_NAME
 from train.data import load_rows, to_dataset
 from train.model import load_model, load_tokenizer, make_trainable
 from train.progress import read_metrics, to_json
-from train.recipe import Recipe
 from train.run import Options, run
+from train.schema import Recipe
 from train.trainer import CoopTrainer, training_arguments
 
 pytestmark = [

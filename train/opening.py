@@ -1,0 +1,106 @@
+"""Opening: what a run shows before its first step: versions, data, model, what is trained, the plan.
+
+Owns the words; promises to show only what is in force. `train.run` calls each part when its facts are known.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from coop.adapters.transformers import find_experts
+from train.checkpoint import ResumePoint
+from train.data import DataSummary
+from train.model import GroupSize
+from train.schema import Recipe
+
+
+def show_header(console: Console, recipe: Recipe, recipe_path: Path, state: PartialState) -> None:
+    """Versions, processes, recipe and output folder."""
+    import peft
+    import transformers
+    import trl
+
+    console.rule("coop fine-tuning")
+    libraries = (torch, transformers, peft, trl)
+    versions = ", ".join(f"{library.__name__} {library.__version__}" for library in libraries)
+    lines = [
+        f"{versions}; {state.num_processes} process{'es' if state.num_processes > 1 else ''} on {state.device}",
+        f"recipe {recipe_path} ({recipe.digest[:12]}), seed {recipe.train.seed}, output {recipe.output}",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def show_data(console: Console, name: str, summary: DataSummary) -> None:
+    """What reading the rows of one file came to."""
+    console.print(f"{name}: {summary.describe()}", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_model(console: Console, model: nn.Module, recipe: Recipe) -> None:
+    """The model, its experts and who computes them."""
+    experts = find_experts(model)
+    first = experts[0]
+    elements = sum(p.numel() for p in first.module.parameters(recurse=False)) // first.num_experts
+    nbytes = elements * getattr(torch, recipe.model.dtype).itemsize
+    total = sum(parameter.numel() for parameter in model.parameters())
+    console.print(
+        f"model {recipe.model.path}: {type(model).__name__}, {total / 1e6:,.1f} M parameters in {recipe.model.dtype}, "
+        f"{len(experts)} MoE layers x {first.num_experts} experts, top-{first.top_k}, {nbytes / 2**20:,.2f} MiB each, "
+        f"computed by {recipe.model.experts}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def show_groups(console: Console, sizes: Sequence[GroupSize]) -> None:
+    """A table of parameters by group: how many, and how many of them are trained."""
+    table = Table("group", "parameters", "trained", title="what is trained", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for size in sizes:
+        table.add_row(size.group, f"{size.total:,}", f"{size.trainable:,}" if size.trainable else "frozen")
+    total, trained = sum(s.total for s in sizes), sum(s.trainable for s in sizes)
+    table.add_row("all", f"{total:,}", f"{trained:,} ({100 * trained / total:.2f}%)")
+    console.print(table)
+
+
+def show_plan(
+    console: Console, recipe: Recipe, model: nn.Module, train_rows: int, total_steps: int, world: int
+) -> None:
+    """Steps, epochs, checkpoints and the disk that they need."""
+    train, coop = recipe.train, recipe.coop
+    rows = train.batch_size * train.grad_accumulation * world
+    epochs = total_steps * rows / train_rows
+    parts = [f"plan: {total_steps} steps of {rows} rows ({epochs:.2f} epochs)"]
+    every = recipe.checkpoint.every_steps
+    parts.append(
+        f"a checkpoint every {every} steps, {recipe.checkpoint.keep} kept" if every else "no checkpoints"
+    )
+    if not coop.profile.enabled:
+        parts.append("no expert profile")
+    elif coop.warmup.every_steps:
+        parts.append(f"expert warm-up every {coop.warmup.every_steps} steps")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    needed = sum(p.numel() * p.element_size() for p in trained) * 3  # weights and the two moments of AdamW
+    folder = next(
+        path for path in (Path(recipe.output), *Path(recipe.output).absolute().parents) if path.exists()
+    )
+    free = shutil.disk_usage(folder).free
+    parts.append(f"a checkpoint takes about {needed / 2**20:,.0f} MiB, {free / 2**30:,.1f} GiB are free")
+    console.print("; ".join(parts), highlight=False, markup=False, soft_wrap=True)
+
+
+def show_resume(console: Console, point: ResumePoint) -> None:
+    """Where the run goes on, and what was passed over on the way there."""
+    for reason in point.skipped:
+        console.print(f"passed over: {reason}", highlight=False, markup=False, soft_wrap=True)
+    line = f"resuming from {point.folder} at step {point.step}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
