@@ -76,7 +76,7 @@ def load_model(recipe: Recipe) -> nn.Module:
         model, report = AutoModelForCausalLM.from_pretrained(
             recipe.model.path,
             dtype=getattr(torch, recipe.model.dtype),
-            experts_implementation=recipe.model.experts,
+            experts_implementation="grouped_mm" if recipe.model.experts == "auto" else recipe.model.experts,
             attn_implementation=recipe.model.attention,
             trust_remote_code=False,
             use_safetensors=True,

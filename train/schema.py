@@ -33,8 +33,18 @@ class ModelSection(Section):
         default="bfloat16",
         description="type the weights are loaded and run in; LoRA weights are always float32",
     )
-    experts: Literal["grouped_mm", "batched_mm", "eager"] = Field(
-        default="grouped_mm", description="how transformers computes experts in training"
+    experts: Literal["auto", "coop", "grouped_mm", "batched_mm", "eager"] = Field(
+        default="auto",
+        description="who computes experts in training: coop (adapters applied expert by expert, never W + dW), "
+        "or one of transformers; auto: coop for frozen experts with adapters or offload, else grouped_mm",
+    )
+    experts_offload: bool = Field(
+        default=False,
+        description="frozen experts stay on disk and are read in forward and again in backward, as many resident "
+        "as model.experts_budget holds; for models larger than memory",
+    )
+    experts_budget: str = Field(
+        default="50%", description="memory for offloaded experts: 6GiB, or a share of all experts such as 50%"
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         default="sdpa", description="how transformers computes attention"
@@ -226,6 +236,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        if self.model.experts_offload and self.tune.method == "full":
+            raise ValueError("model.experts_offload: needs tune.method=lora: offloaded experts are read-only")
+        if self.model.experts_offload and self.model.experts not in ("auto", "coop"):
+            raise ValueError("model.experts: must be auto or coop with model.experts_offload")
         if self.data.eval is None:
             if self.coop.profile.enabled and self.coop.profile.refresh_rows:
                 raise ValueError(
