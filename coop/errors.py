@@ -8,6 +8,7 @@ CoopError
 ├── ProfileError      a profile that is damaged, hostile, or of another model
 ├── RecipeError       a recipe or an override that is not valid
 ├── DataError         training data that cannot be used
+├── SaveError         a checkpoint or a result that could not be written
 ├── RoutingError      a router that asked for an expert that does not exist
 ├── NumberError       logits that are not finite numbers
 ├── RequestError      a request that cannot be run as asked
@@ -60,6 +61,10 @@ class RecipeError(CoopError):
 
 class DataError(CoopError):
     """Training data that is refused, with file and line where there is one."""
+
+
+class SaveError(CoopError):
+    """A checkpoint or a result that could not be written, with the reason and what is whole."""
 
 
 class RoutingError(CoopError):

@@ -1,7 +1,8 @@
 """Checkpoint: which checkpoint of a run is whole, which run an output folder holds, and whether it can go on.
 
 Owns the mark that is written last into a checkpoint; promises that a run resumes only from a checkpoint that is
-whole and of the same recipe and data. `train.trainer` writes the mark, `train.finetune` decides with it.
+whole and, unless forced, of the same recipe, data and number of processes. `train.trainer` writes the mark,
+`train.run` decides with it.
 """
 
 from __future__ import annotations
@@ -17,32 +18,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coop.errors import CheckpointError, CoopError, RecipeError
+from coop.errors import CheckpointError, RecipeError, SaveError
 from coop.files import read_json, write_atomic
 
 MARK_NAME = "coop_checkpoint.json"
 SUMMARY_NAME = "summary.json"
 RECIPE_NAME = "recipe.yaml"
 METRICS_NAME = "metrics.jsonl"
-_FOLDER = re.compile(r"^checkpoint-(\d+)$")
+CHECKPOINT_FOLDER = re.compile(r"^checkpoint-(\d+)$")
+SMALL_BYTES = 2**20  # files up to this size have their digest in the mark
+_MARK_VERSION = 1
+_MARK_TYPES = {"version": int, "step": int, "deciding": dict, "files": dict, "sha256": dict}
+_ABSENT = "(absent)"
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A checkpoint to go on from, and what was passed over on the way to it."""
+    """A checkpoint to go on from, what was passed over on the way to it, and which deciding keys differ."""
 
     folder: Path
     step: int
     skipped: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
 
-def run_digest(recipe_digest: str, data_files: list[str]) -> str:
-    """What a resumed run must agree with: what decides the weights in the recipe, and the bytes of the data."""
-    digest = hashlib.sha256(recipe_digest.encode())
+def run_facts(deciding: dict[str, Any], data_files: list[str], world: int) -> dict[str, Any]:
+    """What a resumed run must agree with: deciding keys of the recipe, the bytes of the data, the processes."""
+    facts = {**deciding, "processes": world}
     for name in data_files:
         with Path(name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+            facts[f"bytes of {name}"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return facts
 
 
 def follow_umask(folder: Path) -> None:
@@ -54,16 +60,25 @@ def follow_umask(folder: Path) -> None:
             path.chmod(0o666 & ~umask)
 
 
-def mark_complete(folder: Path, step: int, digest: str) -> None:
+def mark_complete(folder: Path, step: int, deciding: dict[str, Any], eval_loss: float | None = None) -> None:
     """Write the mark, with the size of every file; the last thing that is written into a checkpoint."""
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    mark = {"step": step, "digest": digest, "files": files}
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    small = [name for name, size in sizes.items() if size <= SMALL_BYTES]
+    mark = {
+        "version": _MARK_VERSION,
+        "step": step,
+        **({} if eval_loss is None else {"eval_loss": eval_loss}),
+        "deciding": deciding,
+        "files": sizes,
+        "sha256": {name: hashlib.sha256(paths[name].read_bytes()).hexdigest() for name in small},
+    }
     write_atomic(folder / MARK_NAME, json.dumps(mark, indent=1).encode())
 
 
 def list_checkpoints(output: Path) -> list[Path]:
     """Checkpoint folders in `output`, newest first."""
-    found = [path for path in output.iterdir() if path.is_dir() and _FOLDER.match(path.name)]
+    found = [path for path in output.iterdir() if path.is_dir() and CHECKPOINT_FOLDER.match(path.name)]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
 
 
@@ -76,7 +91,7 @@ def describe_newest(output: Path) -> str:
 
 @contextmanager
 def saving(output: Path, what: Path) -> Iterator[None]:
-    """Turn whatever writing `what` into `output` raises, such as for a full disk, into a CoopError."""
+    """Turn whatever writing `what` into `output` raises, such as for a full disk, into a SaveError."""
     from safetensors import SafetensorError
 
     try:
@@ -85,35 +100,66 @@ def saving(output: Path, what: Path) -> Iterator[None]:
         reason = (
             (exc.strerror if isinstance(exc, OSError) else None) or str(exc).strip() or type(exc).__name__
         )
-        raise CoopError(
+        raise SaveError(
             f"{what}: cannot be saved: {reason.splitlines()[0][:200]}; {describe_newest(output)}"
         ) from exc
 
 
-def rotate(output: Path, keep: int) -> None:
-    """Delete whole checkpoints beyond the newest `keep`, and incomplete ones older than the newest whole one."""
+def surplus(output: Path, keep: int, keeps_best: bool) -> list[Path]:
+    """Whole checkpoints beyond the newest `keep` and the best, and incomplete ones older than the newest whole one."""
     whole = [path for path in list_checkpoints(output) if (path / MARK_NAME).is_file()]
-    for path in list_checkpoints(output):
-        if whole and path not in whole[:keep] and _step(path) < _step(whole[0]):
-            shutil.rmtree(path)
+    kept = whole[:keep]
+    if keeps_best and (best := find_best(output)) is not None:
+        kept.append(best.folder)
+    return [p for p in list_checkpoints(output) if whole and p not in kept and _step(p) < _step(whole[0])]
 
 
-def find_resume_point(output: Path, chosen: Path | None, digest: str) -> ResumePoint:
-    """The newest whole checkpoint in `output`, or `chosen`. Raises CheckpointError saying why there is none."""
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The whole checkpoint with the lowest eval loss."""
+
+    folder: Path
+    step: int
+    eval_loss: float
+
+
+def find_best(output: Path) -> Best | None:
+    """The checkpoint whose mark has the lowest eval loss, the earlier of two; None if no mark has one."""
+    found = []
+    for folder in list_checkpoints(output):
+        try:
+            mark = read_mark(folder)
+        except CheckpointError:
+            continue
+        if "eval_loss" in mark:
+            found.append(Best(folder, mark["step"], float(mark["eval_loss"])))
+    return min(found, key=lambda best: (best.eval_loss, best.step), default=None)
+
+
+def find_resume_point(
+    output: Path, chosen: Path | None, deciding: dict[str, Any], is_forced: bool = False
+) -> ResumePoint:
+    """The newest whole checkpoint in `output`, or `chosen`. Raises CheckpointError saying why there is none.
+
+    One that was made by another recipe, other data or another number of processes is refused, unless forced.
+    """
     candidates = [chosen] if chosen is not None else list_checkpoints(output)
     skipped: list[str] = []
     for folder in candidates:
         try:
-            mark = _read_mark(folder)
+            mark = read_mark(folder)
         except CheckpointError as exc:
             skipped.append(str(exc))
             continue
-        if mark["digest"] != digest:
+        differences = tuple(describe_differences(mark["deciding"], deciding))
+        if differences and not is_forced:
             raise CheckpointError(
-                f"{folder}: the recipe or the data differ from those of this checkpoint; "
-                f"resume with the recipe in {output / RECIPE_NAME}, or start anew with --overwrite"
+                f"{folder}: what decides the weights is not as it was when this was saved:\n  "
+                + "\n  ".join(differences)
+                + f"\nresume with the recipe in {output / RECIPE_NAME}, go on anyway with --force, or start anew "
+                "with --overwrite"
             )
-        return ResumePoint(folder, mark["step"], tuple(skipped))
+        return ResumePoint(folder, mark["step"], tuple(skipped), differences)
     reasons = "".join(f"\n  {reason}" for reason in skipped)
     if chosen is not None:
         raise CheckpointError(f"{chosen} is not a whole checkpoint; {describe_newest(output)}{reasons}")
@@ -122,20 +168,46 @@ def find_resume_point(output: Path, chosen: Path | None, digest: str) -> ResumeP
     )
 
 
-def _read_mark(folder: Path) -> dict[str, Any]:
-    """The mark of a checkpoint whose files are all there with their sizes."""
+def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """One line for each key whose value differs: `key: old -> new`."""
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if before == after:
+            continue
+        if key.startswith("bytes of ") and _ABSENT not in (before, after):
+            yield f"{key}: the file has changed"
+        else:
+            yield f"{key}: {_short(before)} -> {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value) if value != _ABSENT else _ABSENT
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def read_mark(folder: Path) -> dict[str, Any]:
+    """The mark of a checkpoint whose files are all there as they were written. Raises CheckpointError."""
     if not (folder / MARK_NAME).is_file():
         raise CheckpointError(f"{folder}: incomplete (no {MARK_NAME})")
     mark = read_json(folder / MARK_NAME, CheckpointError)
-    types = {"step": int, "digest": str, "files": dict}
-    if not isinstance(mark, dict) or any(not isinstance(mark.get(k), kind) for k, kind in types.items()):
-        raise CheckpointError(f"{folder / MARK_NAME}: not a mark that coop wrote")
+    is_mark = isinstance(mark, dict) and all(isinstance(mark.get(k), t) for k, t in _MARK_TYPES.items())
+    if not is_mark or not isinstance(mark.get("eval_loss", 0.0), int | float):
+        raise CheckpointError(f"{folder / MARK_NAME}: not a mark that this version of coop wrote")
     for name, size in mark["files"].items():
-        path = folder / Path(name).name
+        path = _inside(folder, name)
         if not path.is_file() or path.stat().st_size != size:
             found = path.stat().st_size if path.is_file() else "none"
             raise CheckpointError(f"{path}: {found} bytes, the mark says {size}")
+        expected = mark["sha256"].get(name)
+        if expected is not None and hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+            raise CheckpointError(f"{path}: its bytes are not those that were written")
     return mark
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(f"{folder / MARK_NAME}: names a file outside the checkpoint")
+    return folder / name
 
 
 def check_output(output: Path, *, is_resuming: bool, is_overwriting: bool) -> None:
@@ -154,7 +226,7 @@ def _refuse_file(output: Path) -> None:
 
 
 def _check_contents(output: Path, is_resuming: bool, is_overwriting: bool) -> None:
-    if not output.exists() or not any(output.iterdir()):
+    if not output.exists() or not set(output.iterdir()) - set(leftovers(output)):
         if is_resuming:
             raise RecipeError(f"{output}: nothing to resume; start without --resume")
         return
@@ -172,12 +244,17 @@ def _check_contents(output: Path, is_resuming: bool, is_overwriting: bool) -> No
 
 
 def clear_output(output: Path) -> None:
-    """Delete the contents of an output folder that `check_output` let pass."""
-    for path in output.iterdir():
+    """Delete the contents of an output folder that `check_output` let pass, last what says that it is one."""
+    for path in sorted(output.iterdir(), key=lambda path: path.name == RECIPE_NAME):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def leftovers(output: Path) -> list[Path]:
+    """Temporary files in `output` of atomic writes, ours and those of safetensors, that a kill cut off."""
+    return [path for pattern in (".*.tmp", ".tmp*") for path in output.glob(pattern) if path.is_file()]
 
 
 def _step(path: Path) -> int:

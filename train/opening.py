@@ -18,6 +18,7 @@ from torch import nn
 from coop.adapters.transformers import find_experts
 from train.checkpoint import ResumePoint
 from train.data import DataSummary
+from train.durable import checkpoint_bytes
 from train.model import GroupSize
 from train.schema import Recipe
 
@@ -88,8 +89,7 @@ def show_plan(
         parts.append("no expert profile")
     elif coop.warmup.every_steps:
         parts.append(f"expert warm-up every {coop.warmup.every_steps} steps")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    needed = sum(p.numel() * p.element_size() for p in trained) * 3  # weights and the two moments of AdamW
+    needed = checkpoint_bytes(model)
     folder = next(
         path for path in (Path(recipe.output), *Path(recipe.output).absolute().parents) if path.exists()
     )
@@ -102,5 +102,7 @@ def show_resume(console: Console, point: ResumePoint) -> None:
     """Where the run goes on, and what was passed over on the way there."""
     for reason in point.skipped:
         console.print(f"passed over: {reason}", highlight=False, markup=False, soft_wrap=True)
+    for difference in point.differences:
+        console.print(f"forced, though {difference}", highlight=False, markup=False, soft_wrap=True)
     line = f"resuming from {point.folder} at step {point.step}"
     console.print(line, highlight=False, markup=False, soft_wrap=True)

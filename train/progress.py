@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coop.errors import CoopError
+from coop.files import write_atomic
 from train.checkpoint import describe_newest, saving
 
 
@@ -45,7 +46,10 @@ class Metrics:
         self.records: list[dict[str, Any]] = kept
         self._path = path
         with saving(path.parent, path):
-            path.write_text("".join(to_json(record) + "\n" for record in kept))
+            if kept:
+                write_atomic(path, "".join(to_json(record) + "\n" for record in kept).encode())
+            else:
+                path.write_text("")
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one record and write it through."""

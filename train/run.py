@@ -29,6 +29,7 @@ from train import checkpoint, report
 from train.callback import CoopCallback
 from train.checkpoint import ResumePoint
 from train.data import Row, describe_sample, load_rows, to_dataset
+from train.durable import recover
 from train.model import (
     Groups,
     check_trainable,
@@ -41,6 +42,7 @@ from train.model import (
 from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
 from train.progress import Metrics, ProgressCallback, to_json
 from train.schema import Recipe
+from train.stopping import Stop
 from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
 
@@ -52,6 +54,8 @@ class Options:
     is_dry: bool = False
     resume: Path | None = None
     is_overwriting: bool = False
+    is_forced: bool = False
+    stop: Stop = field(default_factory=Stop)
 
 
 @dataclass(slots=True)
@@ -97,16 +101,13 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     if options.is_dry:
         console.print("dry run: everything above is in order; nothing was trained")
         return
-    digest = _run_digest(recipe)
-    point = None
-    if options.resume is not None:
-        chosen = options.resume if options.resume != Path() else None
-        point = checkpoint.find_resume_point(output, chosen, digest)
+    deciding = _run_facts(recipe, state.num_processes)
+    point = _find_point(output, options, deciding, console, state)
     state.wait_for_everyone()
     if state.is_main_process:
         _prepare_output(recipe, output, options.is_overwriting)
     state.wait_for_everyone()
-    _train(recipe, loaded, point, digest, console, phases)
+    _train(recipe, loaded, point, deciding, options.stop, console, phases)
 
 
 def _join_processes() -> PartialState:
@@ -156,9 +157,24 @@ def _load_data(recipe: Recipe, tokenizer: Any, console: Console) -> tuple[list[R
     return train_rows, eval_rows
 
 
-def _run_digest(recipe: Recipe) -> str:
+def _run_facts(recipe: Recipe, world: int) -> dict[str, Any]:
     files = [recipe.data.train, *([recipe.data.eval] if recipe.data.eval else [])]
-    return checkpoint.run_digest(recipe.digest, files)
+    return checkpoint.run_facts(recipe.deciding, files, world)
+
+
+def _find_point(
+    output: Path, options: Options, deciding: dict[str, Any], console: Console, state: PartialState
+) -> ResumePoint | None:
+    """Where a resumed run goes on, once what a kill left behind is cleared away; None for a new run."""
+    if options.resume is None:
+        return None
+    if state.is_main_process:
+        with checkpoint.saving(output, output):
+            for line in recover(output):
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+    state.wait_for_everyone()
+    chosen = options.resume if options.resume != Path() else None
+    return checkpoint.find_resume_point(output, chosen, deciding, options.is_forced)
 
 
 def _prepare_output(recipe: Recipe, output: Path, is_overwriting: bool) -> None:
@@ -176,7 +192,8 @@ def _train(
     recipe: Recipe,
     loaded: Loaded,
     point: ResumePoint | None,
-    digest: str,
+    deciding: dict[str, Any],
+    stop: Stop,
     console: Console,
     phases: Phases,
 ) -> None:
@@ -197,17 +214,20 @@ def _train(
     if recipe.coop.profile.enabled:
         coop = CoopCallback(loaded.model, loaded.tokenizer, recipe.coop, progress.say, is_main)
     try:
-        trainer = _build_trainer(recipe, loaded, coop, digest, [progress, tracking])
+        trainer = _build_trainer(recipe, loaded, coop, deciding, stop, [progress, tracking])
         if point is not None:
             show_resume(console, point)
             if coop is not None:
                 coop.restore(point.folder)
-        _fit(trainer, point, loaded, metrics, phases)
-        with phases.time("saving"):
+        _fit(trainer, point, loaded, metrics, phases, stop)
+        best = trainer.restore_best() if recipe.checkpoint.keep_best else None
+        with phases.time("saving"), stop.waiting():
             held_out = loaded.eval_rows[: recipe.coop.profile.refresh_rows]
             profile = trainer.save_result(output, held_out)
         if is_main:
             summary = _summarise(recipe, trainer, progress, metrics, profile, coop, phases, tracking)
+            if best is not None:
+                summary |= {"best_step": best.step, "eval_loss_after": best.eval_loss}
             with checkpoint.saving(output, output):
                 _publish(recipe, summary, metrics, profile, tracking)
             console.rule("summary")
@@ -217,7 +237,8 @@ def _train(
     except KeyboardInterrupt:
         progress.close()
         again = f"accelerate launch train/finetune.py {output / checkpoint.RECIPE_NAME} --resume"
-        console.print(f"stopped; go on with: {again}", highlight=False, markup=False, soft_wrap=True)
+        line = f"stopped; {checkpoint.describe_newest(output)}; go on with: {again}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
         raise
     finally:
         progress.close()
@@ -227,12 +248,20 @@ def _train(
 
 
 def _build_trainer(
-    recipe: Recipe, loaded: Loaded, coop: CoopCallback | None, digest: str, callbacks: list[Any]
+    recipe: Recipe,
+    loaded: Loaded,
+    coop: CoopCallback | None,
+    deciding: dict[str, Any],
+    stop: Stop,
+    callbacks: list[Any],
 ) -> CoopTrainer:
+    progress = callbacks[0]
     return CoopTrainer(
         coop=coop,
-        digest=digest,
+        deciding=deciding,
         recipe=recipe,
+        stop=stop,
+        say=progress.say,
         model=loaded.model,
         args=training_arguments(recipe, Path(recipe.output), loaded.total_steps),
         train_dataset=to_dataset(loaded.train_rows),
@@ -243,14 +272,22 @@ def _build_trainer(
 
 
 def _fit(
-    trainer: CoopTrainer, point: ResumePoint | None, loaded: Loaded, metrics: Metrics, phases: Phases
+    trainer: CoopTrainer,
+    point: ResumePoint | None,
+    loaded: Loaded,
+    metrics: Metrics,
+    phases: Phases,
+    stop: Stop,
 ) -> None:
     """Eval before, training, eval after; a resumed run has its first eval in its metrics already."""
     if loaded.eval_rows and point is None:
         with phases.time("eval before"):
             trainer.evaluate()
-    with phases.time("training"):
-        trainer.train(resume_from_checkpoint=str(point.folder) if point else None)
+    with phases.time("training"), stop.waiting():
+        if point is not None and point.step >= loaded.total_steps:
+            trainer.restore(point.folder)
+        else:
+            trainer.train(resume_from_checkpoint=str(point.folder) if point else None)
     is_measured = any("eval_loss" in r and r["step"] == trainer.state.global_step for r in metrics.records)
     if loaded.eval_rows and not is_measured:
         with phases.time("eval after"):

@@ -7,7 +7,8 @@ and writes docs/recipes.md from the descriptions here.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -193,12 +194,50 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints to resume from."""
+    """Checkpoints to resume from, and the form of the result."""
 
     every_steps: Count = Field(
         default=100, description="write one every so many steps; 0: only the final result"
     )
     keep: Positive = Field(default=2, description="newest checkpoints that are kept")
+    keep_best: bool = Field(
+        default=False,
+        description="also keep the checkpoint with the lowest eval loss, and make it the result; needs "
+        "eval.every_steps, and checkpoint.every_steps a multiple of it",
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="when one cannot be written, such as for a full disk: stop and name the last whole one, or warn, "
+        "train on and try again at the next",
+    )
+    final: Literal["adapter", "merged"] = Field(
+        default="adapter",
+        description="result of LoRA: the adapter alone, or also the whole model with it merged, in `merged` inside "
+        "the output folder, for any program that reads Hub models",
+    )
+    pack: Literal["none", "bf16", "int8", "int4"] = Field(
+        default="none",
+        description="also write the result as a coop pack, in `pack` inside the output folder, as coop.pack does",
+    )
+
+
+class HubSection(Section):
+    """Upload of the result; a failure never touches what is on this disk."""
+
+    push: bool = Field(
+        default=False, description="upload the result when it is finished; needs `hf auth login` or HF_TOKEN"
+    )
+    repo_id: str | None = Field(default=None, description="where to: NAME/MODEL; needed with push")
+    private: bool = Field(
+        default=True,
+        description="a repository that the upload creates is private; one that exists stays as it is",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> HubSection:
+        if self.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo_id or ""):
+            raise ValueError("hub.repo_id: needed with hub.push, as NAME/MODEL")
+        return self
 
 
 class WandbSection(Section):
@@ -233,6 +272,7 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
+    hub: HubSection = HubSection()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -240,6 +280,7 @@ class Recipe(Section):
             raise ValueError("model.experts_offload: needs tune.method=lora: offloaded experts are read-only")
         if self.model.experts_offload and self.model.experts not in ("auto", "coop"):
             raise ValueError("model.experts: must be auto or coop with model.experts_offload")
+        self._check_checkpoint()
         if self.data.eval is None:
             if self.coop.profile.enabled and self.coop.profile.refresh_rows:
                 raise ValueError(
@@ -249,12 +290,41 @@ class Recipe(Section):
                 raise ValueError("eval.every_steps: needs data.eval")
         return self
 
+    def _check_checkpoint(self) -> None:
+        checkpoint = self.checkpoint
+        if checkpoint.keep_best:
+            if not (self.eval.every_steps and checkpoint.every_steps):
+                raise ValueError("checkpoint.keep_best: needs eval.every_steps and checkpoint.every_steps")
+            if checkpoint.every_steps % self.eval.every_steps:
+                raise ValueError(
+                    "checkpoint.keep_best: checkpoint.every_steps must be a multiple of eval.every_steps, so that "
+                    "every checkpoint has its eval loss"
+                )
+        if checkpoint.final == "merged" and self.tune.method == "full":
+            raise ValueError(
+                "checkpoint.final: merged is for tune.method=lora; full tuning has nothing to merge"
+            )
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """What decides the weights, by dotted key: a resumed run must agree with it."""
+        return _flatten(self.model_dump(mode="json", include={"model", "data", "tune", "moe", "train"}))
+
     @property
     def digest(self) -> str:
-        """SHA-256 of what decides the weights: a resumed run must agree with it."""
-        deciding = self.model_dump(include={"model", "data", "tune", "moe", "train"})
-        return hashlib.sha256(yaml.safe_dump(deciding, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of what decides the weights."""
+        return hashlib.sha256(yaml.safe_dump(self.deciding, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
         """The resolved recipe, every key spelled out; `load_recipe` reads it back as the same."""
         return yaml.dump(self.model_dump(), Dumper=PlainDumper, sort_keys=False)
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,29 +1,53 @@
-"""CoopTrainer: TRL's SFTTrainer whose checkpoints hold the profile, follow the umask and are marked when whole.
+"""CoopTrainer: TRL's SFTTrainer whose checkpoints hold the profile, follow the umask and appear only when whole.
 
-Owns nothing of its own; promises that a checkpoint is marked only when everything is in it, before older ones are
-deleted, and that a fully tuned model resumes with its experts. `train.finetune` builds it.
+Owns nothing of its own; promises that a checkpoint appears, before older ones are deleted, only when everything is
+in it and on the disk, that all processes succeed or fail in it together, and that a model goes on from one with
+exactly its weights, fused experts included. `train.run` builds it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from coop.errors import CoopError
-from coop.profile import Profile
+from coop.errors import CheckpointError, CoopError, SaveError
+from coop.profile import PROFILE_NAME, Profile
 from train.callback import CoopCallback
-from train.checkpoint import describe_newest, follow_umask, mark_complete, rotate, saving
+from train.checkpoint import (
+    Best,
+    describe_newest,
+    find_best,
+    follow_umask,
+    mark_complete,
+    saving,
+    surplus,
+)
 from train.data import Row, to_dataset
+from train.durable import (
+    STAGING_NAME,
+    begin_staging,
+    check_room,
+    checkpoint_bytes,
+    discard_staging,
+    publish,
+    retire,
+    sync_files,
+)
 from train.schema import Recipe
+from train.stopping import Stop, StopCallback
+
+_OK, _UNSAVED, _WRONG = 0, 1, 2  # what a process tells the others about its part in a save
 
 
 class CoopTrainer(SFTTrainer):
@@ -31,28 +55,132 @@ class CoopTrainer(SFTTrainer):
 
     Args:
         coop: counts and timings, or None when the recipe turns the profile off.
-        digest: goes into the mark of every checkpoint.
+        deciding: what a resumed run must agree with; goes into the mark of every checkpoint.
+        stop: the signal that this process has heard.
+        say: gets one line when a checkpoint could not be written and training goes on.
     """
 
-    def __init__(self, *, coop: CoopCallback | None, digest: str, recipe: Recipe, **options: Any) -> None:
-        self._coop, self._digest, self._recipe = coop, digest, recipe
+    def __init__(
+        self,
+        *,
+        coop: CoopCallback | None,
+        deciding: dict[str, Any],
+        recipe: Recipe,
+        stop: Stop | None = None,
+        say: Callable[[str], None] = print,
+        **options: Any,
+    ) -> None:
+        self._coop, self._deciding, self._recipe, self._say = coop, deciding, recipe, say
+        self._is_staging = False
+        self._best: Best | None = None
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
         if coop is not None:
             self.add_callback(coop)
+        self.add_callback(StopCallback(stop or Stop(), self.agree))
+        self.add_callback(FlowCallback())
+
+    @property
+    def _output(self) -> Path:
+        return Path(self.args.output_dir)
+
+    def agree(self, number: int) -> int:
+        """The largest number that any process passes; all call it together."""
+        if self.accelerator.num_processes == 1:
+            return number
+        mine = torch.tensor([number], device=self.args.device)
+        return int(self.accelerator.gather(mine).max())
+
+    def _together(self, action: Callable[[], object], what: Path) -> None:
+        """Run `action` on every process; if one cannot write `what`, all raise, so that none waits for another."""
+        error: CoopError | None = None
+        try:
+            with saving(self._output, what):
+                action()
+        except CoopError as exc:
+            error = exc
+        worst = self.agree(_OK if error is None else _UNSAVED if isinstance(error, SaveError) else _WRONG)
+        if worst != _OK:
+            kind = SaveError if worst == _UNSAVED else CoopError
+            raise error or kind(f"{what}: cannot be saved: another process of this run says why")
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where Trainer puts checkpoint-N: the hidden folder, while it is written."""
+        folder = self._output / STAGING_NAME if self._is_staging else self._output
+        return str(folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's checkpoint, then the mark, then rotation: Trainer's own would run before the mark."""
-        output = Path(self.args.output_dir)
-        folder = output / f"checkpoint-{self.state.global_step}"
-        with saving(output, folder):
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
+        """Trainer's checkpoint, in the hidden folder; then it appears, and then older ones are deleted."""
+        name = f"checkpoint-{self.state.global_step}"
+        try:
+            self._write_checkpoint(model, trial, name)
+        except SaveError as exc:
+            self._on_main(lambda: discard_staging(self._output), self._output / STAGING_NAME)
+            if self._recipe.checkpoint.on_failure == "stop" or self._has_sharded_saves:
+                raise
             if self.args.should_save:
-                follow_umask(folder)
-                mark_complete(folder, self.state.global_step, self._digest)
-                rotate(output, self._recipe.checkpoint.keep)
-            self.accelerator.wait_for_everyone()
+                self._say(f"warning: {exc}; training goes on, the next checkpoint is the next try")
+
+    @property
+    def _has_sharded_saves(self) -> bool:
+        """Whether saving itself is made of steps that processes take together: a failed one leaves them apart."""
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, name: str) -> None:
+        place, staged = self._output / name, self._output / STAGING_NAME / name
+        self._on_main(self._begin_checkpoint, place)
+        self._is_staging = True
+        try:
+            self._together(lambda: super(CoopTrainer, self)._save_checkpoint(model, trial), place)
+        finally:
+            self._is_staging = False
+        self._on_main(lambda: self._finish_checkpoint(staged), place)
+
+    def _on_main(self, action: Callable[[], object], what: Path) -> None:
+        self._together(lambda: action() if self.args.should_save else None, what)
+
+    def _begin_checkpoint(self) -> None:
+        begin_staging(self._output)
+        check_room(self._output, checkpoint_bytes(self.model))
+
+    def _finish_checkpoint(self, staged: Path) -> None:
+        follow_umask(staged)
+        sync_files(staged)
+        mark_complete(staged, self.state.global_step, self._deciding, self._eval_loss())
+        publish(self._output, staged.name)
+        checkpoint = self._recipe.checkpoint
+        for path in surplus(self._output, checkpoint.keep, checkpoint.keep_best):
+            retire(path)
+
+    def _eval_loss(self) -> float | None:
+        """The loss on held-out rows with the weights as they are now, if it was measured."""
+        now = [log for log in self.state.log_history if log["step"] == self.state.global_step]
+        return next((float(log["eval_loss"]) for log in now if "eval_loss" in log), None)
+
+    def restore(self, folder: Path) -> None:
+        """Weights and state of a checkpoint, without training: for one of the last step, or the best.
+
+        Trainer itself would train one more step if it were asked to go on from the last one.
+        """
+        self._load_from_checkpoint(str(folder))
+        self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+
+    def restore_best(self) -> Best | None:
+        """Make the weights of the best checkpoint the result, and say which it is; None if no loss was measured."""
+        self._best = find_best(self._output)
+        if self._best is not None and self._best.step != self.state.global_step:
+            self._load_from_checkpoint(str(self._best.folder))
+        return self._best
+
+    @property
+    def _weights_step(self) -> int:
+        return self._best.step if self._best is not None else self.state.global_step
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Trainer's loading, and a proof that it loaded: it only logs what it passes over."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._has_sharded_saves:
+            check_loaded(self.model, Path(resume_from_checkpoint))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: TRL's card names no model that is a folder; `train.report` writes one with facts at the end."""
@@ -65,33 +193,29 @@ class CoopTrainer(SFTTrainer):
         back without converting (huggingface/transformers#48805).
         """
         folder = Path(output_dir or self.args.output_dir)
-        self._refuse_broken_weights()
+        self._together(self._refuse_broken_weights, folder)
         with _own_names(self.model, _internal_call), _quiet_config(self.model):
-            super().save_model(str(folder), _internal_call)
+            self._together(lambda: super(CoopTrainer, self).save_model(str(folder), _internal_call), folder)
         if self._coop is not None:
-            self.accelerator.wait_for_everyone()
-            profile = self._coop.build_profile(folder, self.state.global_step, self._sum)
-            if self.args.should_save:
-                profile.save(folder)
+            profile = self._coop.build_profile(folder, self._weights_step, self._sum)
+            self._on_main(lambda: profile.save(folder), folder)
 
     def save_result(self, output: Path, held_out: list[Row]) -> Profile | None:
         """The final weights, and their profile refreshed by a pass over `held_out`; no file of it is a pickle."""
-        with saving(output, output):
-            self.save_model(str(output))
-            if self.args.should_save:
-                (output / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        self.save_model(str(output))
+        self._on_main(lambda: (output / TRAINING_ARGS_NAME).unlink(missing_ok=True), output)
         profile = None
         if self._coop is not None:
-            profile = self._coop.build_profile(output, self.state.global_step, self._sum)
+            profile = self._coop.build_profile(output, self._weights_step, self._sum)
             if held_out:
                 profile = self._coop.refresh(profile, self._batches(held_out), self._sum)
-        if self.args.should_save:
-            with saving(output, output):
-                if profile is not None:
-                    profile.save(output)
-                follow_umask(output)
-        self.accelerator.wait_for_everyone()
+        self._on_main(lambda: self._finish_result(output, profile), output)
         return profile
+
+    def _finish_result(self, output: Path, profile: Profile | None) -> None:
+        if profile is not None:
+            profile.save(output)
+        follow_umask(output)
 
     def _refuse_broken_weights(self) -> None:
         """A step between two logged ones may have broken the weights; such weights are never saved."""
@@ -117,6 +241,50 @@ class CoopTrainer(SFTTrainer):
             return tensor
         summed: Tensor = self.accelerator.reduce(tensor.to(self.args.device), reduction="sum")
         return summed
+
+
+class FlowCallback(TrainerCallback):
+    """What Trainer leaves out of its flow for resumed runs."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Intervals are the recipe's: the state of a checkpoint brings those of the run that wrote it."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A checkpoint is also a line of the log: means over steps begin anew there, resumed or not."""
+        control.should_log = control.should_log or control.should_save
+
+
+def check_loaded(model: nn.Module, folder: Path) -> None:
+    """Raise CheckpointError unless every trained weight is, bit for bit, what the checkpoint in `folder` holds."""
+    live = _saved_names(model)
+    seen = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name == PROFILE_NAME:
+            continue
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                weight = live.get(name)
+                if weight is None or not torch.equal(weight.cpu(), file.get_tensor(name)):
+                    raise CheckpointError(f"{path}: {name} was not taken over by the model")
+                seen.add(weight.data_ptr())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.data_ptr() not in seen:
+            raise CheckpointError(f"{folder}: holds nothing for {name}, which is trained")
+
+
+def _saved_names(model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights by the names that its checkpoints have."""
+    if hasattr(model, "peft_config"):
+        from peft import get_peft_model_state_dict
+
+        adapter: dict[str, Tensor] = get_peft_model_state_dict(model)
+        return adapter
+    return model.state_dict()
 
 
 @contextlib.contextmanager
