@@ -7,6 +7,7 @@ whole and, unless forced, of the same recipe, data and number of processes. `tra
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ SUMMARY_NAME = "summary.json"
 RECIPE_NAME = "recipe.yaml"
 METRICS_NAME = "metrics.jsonl"
 CHECKPOINT_FOLDER = re.compile(r"^checkpoint-(\d+)$")
+FULL_BYTES = 2**20  # a disk with less than this free is full
 SMALL_BYTES = 2**20  # files up to this size have their digest in the mark
 _MARK_VERSION = 1
 _MARK_TYPES = {"version": int, "step": int, "deciding": dict, "files": dict, "sha256": dict}
@@ -97,12 +99,18 @@ def saving(output: Path, what: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as exc:
-        reason = (
-            (exc.strerror if isinstance(exc, OSError) else None) or str(exc).strip() or type(exc).__name__
-        )
         raise SaveError(
-            f"{what}: cannot be saved: {reason.splitlines()[0][:200]}; {describe_newest(output)}"
+            f"{what}: cannot be saved: {_reason(exc, output)}; {describe_newest(output)}"
         ) from exc
+
+
+def _reason(exc: BaseException, output: Path) -> str:
+    """What went wrong, in a line; torch's own words for a full disk do not say so."""
+    if isinstance(exc, OSError) and exc.strerror:
+        return exc.strerror
+    if isinstance(exc, RuntimeError) and output.is_dir() and shutil.disk_usage(output).free < FULL_BYTES:
+        return os.strerror(errno.ENOSPC)
+    return (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
 
 
 def surplus(output: Path, keep: int, keeps_best: bool) -> list[Path]:

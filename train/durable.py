@@ -16,7 +16,8 @@ from torch import nn
 
 from coop.errors import CheckpointError, SaveError
 from coop.files import fsync_folder
-from train.checkpoint import CHECKPOINT_FOLDER, leftovers, list_checkpoints, read_mark
+from coop.plan import format_bytes
+from train.checkpoint import CHECKPOINT_FOLDER, describe_newest, leftovers, list_checkpoints, read_mark
 
 STAGING_NAME = ".saving"
 ROOM_FACTOR = 1.2  # of the size of the checkpoint before: optimizer states and metrics grow a little
@@ -115,8 +116,8 @@ def check_room(output: Path, estimate_bytes: int) -> None:
     free = shutil.disk_usage(output).free
     if free < needed:
         raise SaveError(
-            f"{output}: no space for a checkpoint: {needed / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free; "
-            "make room, or lower checkpoint.keep"
+            f"{output}: no space for a checkpoint: {format_bytes(needed)} needed, {format_bytes(free)} free: make "
+            f"room, or lower checkpoint.keep; {describe_newest(output)}"
         )
 
 

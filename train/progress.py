@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coop.errors import CoopError
+from coop.errors import CoopError, SaveError
 from coop.files import write_atomic
 from train.checkpoint import describe_newest, saving
 
@@ -39,12 +40,14 @@ class Metrics:
 
     Args:
         path: the file; records after `resume_step` are dropped from it, because they are about to be made again.
+        is_patient: records that the disk has no room for wait for the next one instead of stopping the run.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    def __init__(self, path: Path, resume_step: int = 0, is_patient: bool = False) -> None:
         kept = [r for r in read_metrics(path) if r["step"] <= resume_step] if resume_step else []
         self.records: list[dict[str, Any]] = kept
-        self._path = path
+        self._path, self._is_patient = path, is_patient
+        self._unwritten = ""
         with saving(path.parent, path):
             if kept:
                 write_atomic(path, "".join(to_json(record) + "\n" for record in kept).encode())
@@ -54,8 +57,17 @@ class Metrics:
     def append(self, record: dict[str, Any]) -> None:
         """Add one record and write it through."""
         self.records.append(record)
-        with saving(self._path.parent, self._path), self._path.open("a") as file:
-            file.write(to_json(record) + "\n")
+        self._unwritten += to_json(record) + "\n"
+        size = self._path.stat().st_size
+        try:
+            with saving(self._path.parent, self._path), self._path.open("a") as file:
+                file.write(self._unwritten)
+        except SaveError:
+            os.truncate(self._path, size)  # half a line would hide all that follow
+            if not self._is_patient:
+                raise
+        else:
+            self._unwritten = ""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

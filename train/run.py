@@ -201,7 +201,11 @@ def _train(
     output = Path(recipe.output)
     is_main = PartialState().is_main_process
     metrics = (
-        Metrics(output / checkpoint.METRICS_NAME, point.step if point else 0)
+        Metrics(
+            output / checkpoint.METRICS_NAME,
+            point.step if point else 0,
+            is_patient=recipe.checkpoint.on_failure == "continue",
+        )
         if is_main
         else Metrics(Path(os.devnull))
     )

@@ -104,6 +104,19 @@ class CoopTrainer(SFTTrainer):
             kind = SaveError if worst == _UNSAVED else CoopError
             raise error or kind(f"{what}: cannot be saved: another process of this run says why")
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's preparation, in spite of an evaluation before.
+
+        That marks the model as prepared, and accelerate would not wrap it for training any more: each process would
+        train on its own, and only the first would be saved.
+        """
+        if not self._has_sharded_saves:
+            self.model.__dict__.pop("_is_accelerate_prepared", None)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        is_shared = self.model_wrapped is not self.model or self._has_sharded_saves
+        assert is_shared or self.accelerator.num_processes == 1, "processes would train without each other"
+        return prepared
+
     def _get_output_dir(self, trial: Any) -> str:
         """Where Trainer puts checkpoint-N: the hidden folder, while it is written."""
         folder = self._output / STAGING_NAME if self._is_staging else self._output
