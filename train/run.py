@@ -30,6 +30,7 @@ from train.callback import CoopCallback
 from train.checkpoint import ResumePoint
 from train.data import Row, describe_sample, load_rows, to_dataset
 from train.durable import recover
+from train.export import export_result
 from train.model import (
     Groups,
     check_trainable,
@@ -232,6 +233,8 @@ def _train(
             summary = _summarise(recipe, trainer, progress, metrics, profile, coop, phases, tracking)
             if best is not None:
                 summary |= {"best_step": best.step, "eval_loss_after": best.eval_loss}
+            with phases.time("export"):
+                summary |= export_result(recipe, loaded.model, progress.say)
             with checkpoint.saving(output, output):
                 _publish(recipe, summary, metrics, profile, tracking)
             console.rule("summary")

@@ -202,10 +202,7 @@ class Packer:
             self.dense.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         write_atomic(folder / "config.json", _config_json(self.checkpoint.weights))
         (folder / "generation_config.json").unlink(missing_ok=True)
-        _copy(self.checkpoint.weights, folder, ["generation_config.json"])
-        tokenizer = self.checkpoint.tokenizer
-        found = [path.name for ending in _COPIED_ENDINGS for path in sorted(tokenizer.glob(ending))]
-        _copy(tokenizer, folder, [*_COPIED, *found])
+        copy_companions(self.checkpoint, folder)
         if self.profile is not None:
             identity = replace(self.profile.identity, adapter_digest="")  # the adapter is in the weights now
             replace(self.profile, identity=identity).save(folder)
@@ -332,6 +329,14 @@ def _config_json(weights: Path) -> bytes:
             part.pop("torch_dtype", None)
             part["dtype"] = "bfloat16"
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+    """What a model needs beside its weights and its config: how to generate, and the tokenizer."""
+    _copy(checkpoint.weights, folder, ["generation_config.json"])
+    tokenizer = checkpoint.tokenizer
+    found = [path.name for ending in _COPIED_ENDINGS for path in sorted(tokenizer.glob(ending))]
+    _copy(tokenizer, folder, [*_COPIED, *found])
 
 
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
