@@ -12,7 +12,6 @@ import numpy as np
 
 from coop.profile import Profile
 from coop.profile_report import draw_heatmaps, half_coverage, layer_balance
-from train.schema import Recipe
 
 
 def draw_report(records: list[dict[str, Any]], profile: Profile | None, path: Path) -> None:
@@ -92,47 +91,3 @@ def render_summary(summary: dict[str, Any], output: Path) -> str:
     lines.append(f"report {output / 'report.png'}")
     lines.append(f'next: python -m infer.generate --ckpt {output} --budget 50% --prompt "..."')
     return "\n".join(lines)
-
-
-def render_card(recipe: Recipe, summary: dict[str, Any]) -> str:
-    """The model card of a result: front matter of the hub, then facts of this run."""
-    is_adapter = recipe.tune.method == "lora"
-    output = Path(recipe.output)
-    facts = [
-        f"- {'LoRA on' if is_adapter else 'full tuning of'} {', '.join(recipe.tune.groups)}, {summary['steps']} steps",
-        f"- data: `{recipe.data.train}`, loss on the assistant's tokens only",
-    ]
-    if summary["eval_loss_before"] is not None:
-        facts.append(
-            f"- loss on `{recipe.data.eval}`: {summary['eval_loss_before']:.4f} before, "
-            f"{summary['eval_loss_after']:.4f} after"
-        )
-    if summary["profile"]:
-        facts.append(
-            "- `coop_profile.safetensors`: how often each expert is used, by prompt and by answer tokens"
-        )
-    return "\n".join(
-        [
-            "---",
-            f"base_model: {recipe.model.path}",
-            f"library_name: {'peft' if is_adapter else 'transformers'}",
-            "pipeline_tag: text-generation",
-            "tags: [coop, mixture-of-experts, sft]",
-            "---",
-            "",
-            f"# {output.name}",
-            "",
-            f"`{recipe.model.path}`, fine-tuned with coop. `recipe.yaml` is the whole recipe.",
-            "",
-            *facts,
-            "",
-            "![loss and expert use](report.png)",
-            "",
-            "Run it with half of the experts in memory:",
-            "",
-            "```bash",
-            f'python -m infer.generate --ckpt {output} --budget 50% --prompt "..."',
-            "```",
-            "",
-        ]
-    )

@@ -27,6 +27,7 @@ from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
 from train import checkpoint, report
 from train.callback import CoopCallback
+from train.card import render_card
 from train.checkpoint import ResumePoint
 from train.data import Row, describe_sample, load_rows, to_dataset
 from train.durable import recover
@@ -42,6 +43,7 @@ from train.model import (
 )
 from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
 from train.progress import Metrics, ProgressCallback, to_json
+from train.push import check_login, push_result
 from train.schema import Recipe
 from train.stopping import Stop
 from train.tracking import Tracking
@@ -96,6 +98,7 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     checkpoint.check_output(
         output, is_resuming=options.resume is not None, is_overwriting=options.is_overwriting
     )
+    check_login(recipe.hub)
     show_header(console, recipe, recipe_path, state)
     loaded = _load(recipe, options.is_dry, console, phases, state.num_processes)
     show_plan(console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes)
@@ -109,6 +112,8 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
         _prepare_output(recipe, output, options.is_overwriting)
     state.wait_for_everyone()
     _train(recipe, loaded, point, deciding, options.stop, console, phases)
+    if state.is_main_process and recipe.hub.push:
+        push_result(recipe.hub, output, lambda line: console.print(line, highlight=False, soft_wrap=True))
 
 
 def _join_processes() -> PartialState:
@@ -230,11 +235,12 @@ def _train(
             held_out = loaded.eval_rows[: recipe.coop.profile.refresh_rows]
             profile = trainer.save_result(output, held_out)
         if is_main:
+            with phases.time("export"):
+                exported = export_result(recipe, loaded.model, progress.say)
             summary = _summarise(recipe, trainer, progress, metrics, profile, coop, phases, tracking)
+            summary |= exported
             if best is not None:
                 summary |= {"best_step": best.step, "eval_loss_after": best.eval_loss}
-            with phases.time("export"):
-                summary |= export_result(recipe, loaded.model, progress.say)
             with checkpoint.saving(output, output):
                 _publish(recipe, summary, metrics, profile, tracking)
             console.rule("summary")
@@ -335,8 +341,21 @@ def _publish(
 ) -> None:
     """The report, what W&B gets of it, and last the summary, which marks the run as finished."""
     output = Path(recipe.output)
-    write_atomic(output / "README.md", report.render_card(recipe, summary).encode())
+    is_adapter = recipe.tune.method == "lora"
+    write_atomic(
+        output / "README.md", render_card(recipe, summary, profile, is_adapter, output.name).encode()
+    )
     report.draw_report(metrics.records, profile, output / "report.png")
     tracking.log(summary["balance"], summary["steps"])
     tracking.log_image("report", output / "report.png", summary["steps"])
+    if "merged" in summary:
+        _complete_merged(recipe, summary, profile, Path(summary["merged"]))
     write_atomic(output / checkpoint.SUMMARY_NAME, to_json(summary, indent=1).encode())
+
+
+def _complete_merged(recipe: Recipe, summary: dict[str, Any], profile: Profile | None, merged: Path) -> None:
+    """A merged model goes its own way: it gets a card of its own, and what the card speaks of."""
+    card = render_card(recipe, summary, profile, False, Path(recipe.output).name)
+    write_atomic(merged / "README.md", card.encode())
+    for name in ("report.png", checkpoint.RECIPE_NAME):
+        write_atomic(merged / name, (Path(recipe.output) / name).read_bytes())

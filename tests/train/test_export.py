@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import shlex
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coop.adapters.attach import load_profile
 from coop.checkpoint import open_checkpoint
-from coop.errors import CoopError
-from tests.train.tiny import build_recipe
+from coop.errors import CoopError, RecipeError
+from tests.train.tiny import build_recipe, write_recipe
+from train.card import base_licence
 from train.durable import STAGING_NAME
 from train.export import MERGED_NAME, PACK_NAME, check_reload
+from train.push import list_files, push_result, upload_command
 from train.run import Options, run
-from train.schema import Recipe
+from train.schema import HubSection, Recipe
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -57,7 +64,13 @@ def test_merged_folder_loads_in_plain_transformers_and_equals_the_adapter(
     tmp_path: Path, family: str
 ) -> None:
     groups = "[attention,experts]" if family in ("gpt_oss", "deepseek_v3") else "[attention,experts,router]"
-    recipe = build_recipe(tmp_path, *SHORT, f"tune.groups={groups}", "checkpoint.final=merged", family=family)
+    keys = (
+        f"tune.groups={groups}",
+        "model.attention=eager",
+        "moe.aux_loss_coef=0",
+        "checkpoint.final=merged",
+    )
+    recipe = build_recipe(tmp_path, *SHORT, *keys, family=family)
     output = train(recipe)
     merged = load(output / MERGED_NAME)
     base = load(tmp_path / "model")
@@ -126,3 +139,148 @@ def test_result_is_packed_on_request(tmp_path: Path, overrides: tuple[str, ...])
 def test_merging_is_refused_where_nothing_can_be_merged(tmp_path: Path) -> None:
     with pytest.raises(CoopError, match=r"checkpoint\.final: merged is for tune\.method=lora"):
         build_recipe(tmp_path, *FULL, "checkpoint.final=merged")
+
+
+# the card
+
+
+def test_card_tells_what_was_trained_on_what_and_how_to_run_it(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    (tmp_path / "model" / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n# base\n")
+    output = train(build_recipe(tmp_path, *SHORT, "checkpoint.final=merged"))
+    cards = [(output / "README.md").read_text(), (output / MERGED_NAME / "README.md").read_text()]
+    summary = json.loads((output / "summary.json").read_text())
+    for card in cards:
+        assert "license: apache-2.0" in card and "language" not in card
+        assert f"base_model: {tmp_path / 'model'}" in card and str(tmp_path / "train.jsonl") in card
+        assert "router frozen; load-balancing loss: as the base model's config says" in card
+        assert f"{summary['eval_loss_before']:.4f} before, {summary['eval_loss_after']:.4f} after" in card
+        assert "hottest half takes" in card and "from held-out rows through the final weights" in card
+        assert f"torch {torch.__version__}" in card and "python -m infer.generate --ckpt" in card
+    assert "library_name: peft" in cards[0] and "AutoPeftModelForCausalLM" in cards[0]
+    assert "library_name: transformers" in cards[1] and "Peft" not in cards[1]
+    assert (output / MERGED_NAME / "report.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["# no front matter", "---\nlicense: [mit]\n---\n", "---\n: :\n  - x: [\n---\n", "---\n- a\n---\n"],
+)
+def test_licence_is_left_out_where_the_base_names_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert base_licence(str(tmp_path)) == {} and base_licence("name/model") == {}
+
+
+# the upload
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A stand-in for the hub that keeps what is committed, or refuses everybody."""
+
+    created: list[dict[str, Any]]
+    files: dict[str, bytes]
+    tokens: set[str]
+    is_refusing = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.tokens.add(self.headers.get("Authorization", ""))
+        if self.is_refusing:
+            self._answer(403, {"error": "no storage left"})
+        elif self.path.endswith("/repos/create"):
+            self.created.append(json.loads(body))
+            self._answer(200, {"url": "https://huggingface.co/NAME/MODEL"})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            modes = [{**f, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for f in files]
+            self._answer(200, {"files": modes})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self._answer(200, {"commitUrl": "https://huggingface.co/NAME/MODEL/commit/1", "commitOid": "1"})
+        else:
+            self._answer(200, {})
+
+    def _answer(self, status: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    """A hub on this machine, at which somebody is logged in."""
+    kind = type("OneHub", (Hub,), {"created": [], "files": {}, "tokens": set()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield kind
+    server.shutdown()
+    thread.join(timeout=10)
+    server.server_close()
+
+
+PUSH = ("hub.push=true", "hub.repo_id=NAME/MODEL")
+
+
+def test_result_is_uploaded_and_nothing_else_of_its_folder(tmp_path: Path, hub: type[Hub]) -> None:
+    recipe = build_recipe(tmp_path, "train.steps=2", "checkpoint.every_steps=1", *PUSH)
+    output = train(recipe)
+    assert hub.created[0]["private"] is True and hub.tokens == {"Bearer hf_test"}
+    assert set(hub.files) >= {"adapter_model.safetensors", "adapter_config.json", "README.md", "recipe.yaml"}
+    assert set(hub.files) >= {"tokenizer.json", "coop_profile.safetensors", "report.png"}
+    assert {Path(name).parent for name in hub.files} == {Path()}
+    assert [n for n in hub.files if n.endswith((".pt", ".pth", ".bin")) or n == "summary.json"] == []
+    for name, data in hub.files.items():
+        assert data == (output / name).read_bytes()
+
+
+def test_merged_model_is_what_is_uploaded_if_there_is_one(tmp_path: Path) -> None:
+    output = train(build_recipe(tmp_path, *SHORT, "checkpoint.final=merged"))
+    files = list_files(output)
+    assert "config.json" in files and "adapter_config.json" not in files
+    assert {path.parent for path in files.values()} == {output / MERGED_NAME}
+
+
+def test_failed_upload_leaves_a_finished_run_and_says_how_to_try_again(
+    tmp_path: Path, hub: type[Hub]
+) -> None:
+    hub.is_refusing = True
+    recipe = build_recipe(tmp_path, *SHORT, *PUSH)
+    with pytest.raises(
+        CoopError, match=r"is whole in .*could not be uploaded to NAME/MODEL: .*hf upload NAME"
+    ):
+        train(recipe)
+    output = Path(recipe.output)
+    assert (output / "summary.json").is_file() and (output / "adapter_model.safetensors").is_file()
+    words = shlex.split(upload_command(recipe.hub, output))
+    assert words[:5] == ["hf", "upload", "NAME/MODEL", str(output), "."] and "--private" in words
+
+
+def test_upload_without_login_or_name_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(RecipeError, match=r"hub\.push: nobody is logged in"):
+        train(build_recipe(tmp_path, *PUSH))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(RecipeError, match=r"hub\.repo_id: needed with hub\.push"):
+        build_recipe(tmp_path, "hub.push=true")
+
+
+def test_hub_that_does_not_answer_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CoopError, match="could not be uploaded"):
+        push_result(HubSection(push=True, repo_id="a/b"), tmp_path, print)

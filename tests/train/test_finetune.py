@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,24 +52,6 @@ def test_two_processes_count_every_token_once(tmp_path: Path) -> None:
     assert profile.train_tokens_prompt + profile.train_tokens_answer == 930
 
 
-def test_stopped_run_exits_with_130_and_says_how_to_go_on(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    process = start(SCRIPT, str(recipe), "train.steps=100000", cwd=tmp_path)
-    assert process.stdout is not None
-    lines: list[str] = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step 3/"):
-            process.send_signal(signal.SIGTERM)
-            break
-    rest, _ = process.communicate(timeout=60)
-    shown = "".join(lines) + rest
-    assert process.returncode == 130, shown
-    assert (
-        f"train/finetune.py {tmp_path / 'out' / 'recipe.yaml'} --resume" in shown and "Traceback" not in shown
-    )
-
-
 def test_bad_recipe_exits_with_2_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path)
     assert main([str(recipe), "train.stepz=3"]) == 2
@@ -89,6 +70,38 @@ def test_options_and_overrides_may_come_in_any_order() -> None:
     args = parse_arguments(["a.yaml", "--resume", "x=1"])
     assert args.overrides == ["x=1"] and args.resume == ""
     assert parse_arguments(["a.yaml", "--resume", "out/checkpoint-2"]).resume == "out/checkpoint-2"
+
+
+def test_resume_before_the_recipe_does_not_take_it_for_a_checkpoint(tmp_path: Path) -> None:
+    args = parse_arguments(["--resume", "new.yaml", "x=1"])
+    assert (args.recipe, args.resume, args.overrides) == (Path("new.yaml"), "", ["x=1"])
+    recipe = write_recipe(tmp_path).rename(tmp_path / "recipe")
+    args = parse_arguments(["--resume", str(recipe), "--force"])
+    assert (args.recipe, args.resume, args.overrides) == (recipe, "", []) and args.force
+    args = parse_arguments(["--resume", "x=1", "a.yaml"])
+    assert (args.recipe, args.resume, args.overrides) == (Path("a.yaml"), "", ["x=1"])
+    args = parse_arguments(["--resume", str(tmp_path), "a.yaml"])
+    assert (args.recipe, args.resume) == (Path("a.yaml"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["x=1"], "say which RECIPE"), (["a.yaml", "--force"], "--force belongs to --resume")],
+)
+def test_command_that_cannot_be_meant_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(words)
+    assert message in capsys.readouterr().err
+
+
+def test_help_tells_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse_arguments(["--help"])
+    shown = capsys.readouterr().out
+    for line in ("0    the result", "2    something", "130  stopped by Ctrl-C", "143  stopped by SIGTERM"):
+        assert line in shown
 
 
 def test_resume_and_overwrite_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
