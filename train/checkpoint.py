@@ -84,11 +84,20 @@ def list_checkpoints(output: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
 
 
+def has_whole(output: Path) -> bool:
+    """Whether a run in `output` can be resumed."""
+    return bool(_whole(output))
+
+
 def describe_newest(output: Path) -> str:
     """Which checkpoint of `output` is the newest whole one, as a part of a sentence."""
+    whole = _whole(output)
+    return f"the last whole checkpoint is {whole[0]}" if whole else "there is no whole checkpoint"
+
+
+def _whole(output: Path) -> list[Path]:
     folders = list_checkpoints(output) if output.is_dir() else []
-    whole = next((path for path in folders if (path / MARK_NAME).is_file()), None)
-    return f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
+    return [path for path in folders if (path / MARK_NAME).is_file()]
 
 
 @contextmanager
@@ -115,7 +124,7 @@ def _reason(exc: BaseException, output: Path) -> str:
 
 def surplus(output: Path, keep: int, keeps_best: bool) -> list[Path]:
     """Whole checkpoints beyond the newest `keep` and the best, and incomplete ones older than the newest whole one."""
-    whole = [path for path in list_checkpoints(output) if (path / MARK_NAME).is_file()]
+    whole = _whole(output)
     kept = whole[:keep]
     if keeps_best and (best := find_best(output)) is not None:
         kept.append(best.folder)

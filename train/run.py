@@ -206,15 +206,7 @@ def _train(
     """Train, evaluate, save and report; the parts that hold resources are closed whatever happens."""
     output = Path(recipe.output)
     is_main = PartialState().is_main_process
-    metrics = (
-        Metrics(
-            output / checkpoint.METRICS_NAME,
-            point.step if point else 0,
-            is_patient=recipe.checkpoint.on_failure == "continue",
-        )
-        if is_main
-        else Metrics(Path(os.devnull))
-    )
+    metrics = _open_metrics(recipe, point) if is_main else Metrics(Path(os.devnull))
     progress = ProgressCallback(console, metrics)
     settings = (
         recipe.logging.wandb if is_main else recipe.logging.wandb.model_copy(update={"mode": "disabled"})
@@ -249,15 +241,26 @@ def _train(
             )
     except KeyboardInterrupt:
         progress.close()
-        again = f"accelerate launch train/finetune.py {output / checkpoint.RECIPE_NAME} --resume"
-        line = f"stopped; {checkpoint.describe_newest(output)}; go on with: {again}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(_how_to_go_on(output), highlight=False, markup=False, soft_wrap=True)
         raise
     finally:
         progress.close()
         tracking.close()
         if coop is not None:
             coop.close()
+
+
+def _open_metrics(recipe: Recipe, point: ResumePoint | None) -> Metrics:
+    path = Path(recipe.output) / checkpoint.METRICS_NAME
+    is_patient = recipe.checkpoint.on_failure == "continue"
+    return Metrics(path, point.step if point else 0, is_patient)
+
+
+def _how_to_go_on(output: Path) -> str:
+    """What a stopped run has on the disk, and the command that goes on from there."""
+    option = "--resume" if checkpoint.has_whole(output) else "--overwrite"
+    again = f"accelerate launch train/finetune.py {output / checkpoint.RECIPE_NAME} {option}"
+    return f"stopped; {checkpoint.describe_newest(output)}; go on with: {again}"
 
 
 def _build_trainer(

@@ -461,6 +461,19 @@ def rank_one(launcher: int) -> int:
     )
 
 
+def test_run_that_is_stopped_before_its_first_checkpoint_says_to_start_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise Stopped(signal.SIGINT)
+
+    at_step(monkeypatch, 1, interrupt)
+    with pytest.raises(Stopped):
+        train(build_recipe(tmp_path))
+    assert "there is no whole checkpoint; go on with: " in (shown := capsys.readouterr().out)
+    assert "recipe.yaml --overwrite" in shown
+
+
 def test_first_signal_waits_for_the_step_and_a_second_does_not() -> None:
     clock = iter([10.0, 10.5, 11.6])
     stop = Stop(lambda: next(clock))

@@ -237,7 +237,7 @@ PUSH = ("hub.push=true", "hub.repo_id=NAME/MODEL")
 def test_result_is_uploaded_and_nothing_else_of_its_folder(tmp_path: Path, hub: type[Hub]) -> None:
     recipe = build_recipe(tmp_path, "train.steps=2", "checkpoint.every_steps=1", *PUSH)
     output = train(recipe)
-    assert hub.created[0]["private"] is True and hub.tokens == {"Bearer hf_test"}
+    assert hub.created[0]["visibility"] == "private" and hub.tokens == {"Bearer hf_test"}
     assert set(hub.files) >= {"adapter_model.safetensors", "adapter_config.json", "README.md", "recipe.yaml"}
     assert set(hub.files) >= {"tokenizer.json", "coop_profile.safetensors", "report.png"}
     assert {Path(name).parent for name in hub.files} == {Path()}
