@@ -240,6 +240,41 @@ def test_real_disk_that_fills_up_loses_nothing(
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+FAILING = """
+import os, sys
+from train.finetune import main
+from train.trainer import CoopTrainer
+
+original = CoopTrainer._save_rng_state
+
+def save(self, folder):
+    if os.environ["RANK"] == "1" and folder.endswith("checkpoint-2"):
+        raise OSError(28, "No space left on device")
+    original(self, folder)
+
+CoopTrainer._save_rng_state = save
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_processes_fail_together_when_one_of_them_cannot_write(tmp_path: Path, on_failure: str) -> None:
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "failing.py").write_text(FAILING)
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    keys = ["train.steps=4", "train.batch_size=1", f"checkpoint.on_failure={on_failure}"]
+    process = start(*launch, str(tmp_path / "failing.py"), str(recipe), *keys, path=str(ROOT))
+    shown = process.communicate(timeout=120)[0]
+    assert not (tmp_path / "out" / STAGING_NAME).exists()
+    if on_failure == "stop":
+        assert process.returncode == 1 and steps_of(tmp_path / "out") == []
+        assert "cannot be saved: No space left on device; there is no whole checkpoint" in shown
+    else:
+        assert process.returncode == 0 and steps_of(tmp_path / "out") == ["checkpoint-4"], shown
+        assert "another process of this run says why; training goes on" in shown
+
+
 def fill(path: Path, leaving: int | None) -> None:
     """Take all space of the disk but `leaving` bytes, or nothing."""
     if leaving is not None:
@@ -395,8 +430,8 @@ def test_best_needs_an_eval_loss_at_every_checkpoint(tmp_path: Path) -> None:
 # stopped
 
 
-def start(*command: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": ""}
+def start(*command: str, path: str = "") -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -433,6 +468,7 @@ def test_signal_saves_a_checkpoint_at_the_end_of_the_step(tmp_path: Path, number
     assert f"stopped by {signal.Signals(number).name}" in shown
 
 
+@pytest.mark.slow
 def test_signal_that_reaches_one_process_of_two_stops_both_and_both_resume_exactly(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", SCRIPT, str(recipe)]
