@@ -1,0 +1,164 @@
+"""Expert training: frozen experts, live or served from disk, computed with their adapters in factored form.
+
+Owns the experts function "coop_training" and what each experts module needs for it; promises that adapters stay
+PEFT's own (names, layout, saving, merging), that W + dW is never made, and that a model that cannot be computed so
+is refused before it is changed. Called by training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coop.adapters.factored import Layer, LiveFactors, run_experts
+from coop.adapters.transformers import ExpertsModule, find_experts
+from coop.errors import CheckpointError, CoopError
+from coop.scheduler import Scheduler
+
+IMPLEMENTATION = "coop_training"
+
+
+class ExpertTraining:
+    """Computes the experts of one model.
+
+    Args:
+        model: a transformers model, or a PEFT model around it whose expert adapters were made with
+            `target_parameters`.
+        scheduler: serves the experts' weights, for a model that has none of its own; None: they are in the model.
+
+    Raises CheckpointError for experts that cannot be computed so.
+    """
+
+    def __init__(self, model: nn.Module, scheduler: Scheduler | None = None) -> None:
+        self.experts = find_experts(model)
+        for entry in self.experts:
+            refuse_unknown(entry)
+        _register()
+        wrappers = _wrappers(model)
+        for entry in self.experts:
+            lend = (
+                partial(_live, entry.module) if scheduler is None else partial(scheduler.stream, entry.layer)
+            )
+            own = {w.parameter_name: w for w in wrappers if w.get_base_layer() is entry.module}
+            entry.module.__dict__["coop_training"] = _Served(Layer(entry.module, lend), own)
+        for wrapper in wrappers:
+            _pass_through(wrapper)
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        base.set_experts_implementation(IMPLEMENTATION)
+        unset = [e.name for e in self.experts if e.module.config._experts_implementation != IMPLEMENTATION]  # type: ignore[union-attr]
+        if unset:
+            raise CheckpointError(f"{unset[0]}: transformers does not let coop compute its experts")
+
+
+class _Served:
+    """What one experts module is computed with."""
+
+    def __init__(self, layer: Layer, wrappers: Mapping[str, Any]) -> None:
+        self.layer = layer
+        self._wrappers = wrappers
+
+    def factors(self) -> list[LiveFactors | None]:
+        """The adapters in force, of the first and of the second product."""
+        return [_factors(self._wrappers.get(name)) for name in self.layer.names]
+
+
+def training_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The experts function: [tokens, hidden], int64 [tokens, k], [tokens, k] -> [tokens, hidden]."""
+    served: _Served | None = self.__dict__.get("coop_training")
+    if served is None:
+        raise CoopError(
+            "this model asks for the experts implementation 'coop_training' but was not set up for it"
+        )
+    return run_experts(served.layer, hidden_states, top_k_index, top_k_weights, served.factors())
+
+
+def refuse_unknown(entry: ExpertsModule) -> None:
+    """Raise CheckpointError for experts that the factored form does not cover."""
+    why = why_not(entry)
+    if why:
+        raise CheckpointError(f"{entry.name}: {why}; set model.experts to grouped_mm")
+
+
+def why_not(entry: ExpertsModule) -> str:
+    """Why an experts module cannot be computed in factored form, or "" if it can."""
+    module: Any = entry.module
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert, which coop does not train through"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over processes (expert parallelism)"
+    return ""
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, training_forward)
+
+
+def _live(module: nn.Module, expert_ids: np.ndarray) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    """Each distinct expert with views of the module's own weights."""
+    own = {name: p.detach() for name, p in module._parameters.items() if p is not None}
+    for expert in np.unique(expert_ids).tolist():
+        yield expert, {name: stack[expert] for name, stack in own.items()}
+
+
+# PEFT's wrappers
+
+
+def _wrappers(model: nn.Module) -> list[Any]:
+    """PEFT's wrappers around stacked expert parameters; none where experts have no adapters."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, ParamWrapper) and "has_gate" in m.get_base_layer().__dict__
+    ]
+
+
+def _pass_through(wrapper: Any) -> None:
+    """Make a wrapper hand its call on to the experts module; PEFT's own forward would make W + dW first."""
+    wrapper.__class__ = _pass_through_class()
+
+
+@cache
+def _pass_through_class() -> type[nn.Module]:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class FactoredWrapper(ParamWrapper):  # type: ignore[misc]
+        """PEFT's wrapper in everything but its forward."""
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self._check_forward_args(x, *args, **kwargs)
+            result: Tensor = self.get_base_layer()(x, *args, **kwargs)
+            return result
+
+    return FactoredWrapper
+
+
+def _factors(wrapper: Any) -> LiveFactors | None:
+    """The adapter of one wrapper that is in force: none where it is absent, disabled or merged."""
+    if wrapper is None or wrapper.disable_adapters or wrapper.merged:
+        return None
+    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(active) > 1:
+        raise CoopError(
+            f"{len(active)} adapters are active on one expert parameter; coop computes one at a time"
+        )
+    if not active:
+        return None
+    name = active[0]
+    return LiveFactors(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name])
+
+
+def placeholder(like: Tensor, device: torch.device) -> nn.Parameter:
+    """What stands for served experts: the shape and type of `like`, one NaN in memory, loud if computed with."""
+    nan = torch.full((), torch.nan, dtype=like.dtype, device=device)
+    return nn.Parameter(nan.expand(like.shape), requires_grad=False)
