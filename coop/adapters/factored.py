@@ -175,7 +175,7 @@ def run_experts(
     routes = Routes.of(expert_ids, layer.num_experts)
     tensors = [tensor for f in factors for tensor in ((f.lora_a, f.lora_b) if f else (None, None))]
     scalings = [f.scaling if f else 0.0 for f in factors]
-    result: Tensor = _Experts.apply(layer, routes, scalings, hidden, weights, *tensors)  # type: ignore[no-untyped-call]
+    result: Tensor = _Experts.apply(layer, routes, scalings, hidden, weights, *tensors)
     return result
 
 
@@ -208,7 +208,7 @@ class _Experts(torch.autograd.Function):
         return routes.sum_choices(out, weights)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         hidden, weights, up, *tensors = ctx.saved_tensors
         layer, routes = ctx.layer, ctx.routes

@@ -7,7 +7,7 @@ is refused before it is changed. Called by training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -48,6 +48,8 @@ class ExpertTraining:
             entry.module.__dict__["coop_training"] = _Served(Layer(entry.module, lend), own)
         for wrapper in wrappers:
             _pass_through(wrapper)
+        if scheduler is not None:
+            _keep_from_ddp(model, self.experts)
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         base.set_experts_implementation(IMPLEMENTATION)
         unset = [e.name for e in self.experts if e.module.config._experts_implementation != IMPLEMENTATION]  # type: ignore[union-attr]
@@ -109,6 +111,18 @@ def _live(module: nn.Module, expert_ids: np.ndarray) -> Iterator[tuple[int, Mapp
         yield expert, {name: stack[expert] for name, stack in own.items()}
 
 
+def _keep_from_ddp(model: nn.Module, experts: Sequence[ExpertsModule]) -> None:
+    """Tell DistributedDataParallel not to send placeholders from process to process: it would fill them out."""
+    modules = {id(entry.module) for entry in experts}
+    names = [
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if id(module) in modules
+        for parameter in module._parameters
+    ]
+    model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+
 # PEFT's wrappers
 
 
@@ -132,7 +146,7 @@ def _pass_through(wrapper: Any) -> None:
 def _pass_through_class() -> type[nn.Module]:
     from peft.tuners.lora.layer import ParamWrapper
 
-    class FactoredWrapper(ParamWrapper):  # type: ignore[misc]
+    class FactoredWrapper(ParamWrapper):
         """PEFT's wrapper in everything but its forward."""
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
