@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,7 +232,7 @@ class Scheduler:
             self._call_ended = (layer, time.perf_counter())
             return result
 
-    def stream(self, layer: int, expert_ids: np.ndarray) -> Iterator[tuple[int, Mapping[str, torch.Tensor]]]:
+    def stream(self, layer: int, expert_ids: np.ndarray) -> Generator[tuple[int, Mapping[str, torch.Tensor]]]:
         """Each distinct expert of int64 [tokens, k] once with its weights, as they arrive: for who computes itself.
 
         What is resident comes first. Weights are leased until the next is asked for; close the iterator when it

@@ -7,15 +7,24 @@ is refused before it is changed. Called by training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coop.adapters.factored import Layer, LiveFactors, run_experts
+from coop.adapters.factored import (
+    Block,
+    Layer,
+    Lend,
+    LiveFactors,
+    Routes,
+    can_group,
+    live_blocks,
+    run_experts,
+)
 from coop.adapters.transformers import ExpertsModule, find_experts
 from coop.errors import CheckpointError, CoopError
 from coop.scheduler import Scheduler
@@ -41,10 +50,8 @@ class ExpertTraining:
         _register()
         wrappers = _wrappers(model)
         for entry in self.experts:
-            lend = (
-                partial(_live, entry.module) if scheduler is None else partial(scheduler.stream, entry.layer)
-            )
             own = {w.parameter_name: w for w in wrappers if w.get_base_layer() is entry.module}
+            lend = _live(entry, own) if scheduler is None else partial(_served, scheduler, entry.layer)
             entry.module.__dict__["coop_training"] = _Served(Layer(entry.module, lend), own)
         for wrapper in wrappers:
             _pass_through(wrapper)
@@ -104,11 +111,24 @@ def _register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, training_forward)
 
 
-def _live(module: nn.Module, expert_ids: np.ndarray) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-    """Each distinct expert with views of the module's own weights."""
-    own = {name: p.detach() for name, p in module._parameters.items() if p is not None}
-    for expert in np.unique(expert_ids).tolist():
-        yield expert, {name: stack[expert] for name, stack in own.items()}
+def _live(entry: ExpertsModule, wrappers: Mapping[str, Any]) -> Lend:
+    """Lends what is in the module itself."""
+    module = entry.module
+    ranks = [rank for wrapper in wrappers.values() for rank in wrapper.r.values()]
+
+    def lend(routes: Routes) -> Generator[Block]:
+        # asked for anew each time: a merge or a cast may have changed them
+        stacks = {name: p.detach() for name, p in module._parameters.items() if p is not None}
+        return live_blocks(stacks, routes, can_group(stacks, ranks))
+
+    return lend
+
+
+def _served(scheduler: Scheduler, layer: int, routes: Routes) -> Generator[Block]:
+    """Lends experts one by one as the scheduler brings them."""
+    with closing(scheduler.stream(layer, routes.ids)) as stream:
+        for expert, weights in stream:
+            yield Block(routes.spans[expert], expert, weights)
 
 
 def _keep_from_ddp(model: nn.Module, experts: Sequence[ExpertsModule]) -> None:

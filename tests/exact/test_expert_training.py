@@ -6,20 +6,19 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from coop.adapters.factored import Layer, LiveFactors, run_experts
+from coop.adapters.factored import Layer, LiveFactors, Routes, live_blocks, run_experts
 from coop.adapters.offload import open_offloaded, plan_offload
-from coop.adapters.training import ExpertTraining, _live
+from coop.adapters.training import ExpertTraining
 from coop.adapters.transformers import find_experts
 from coop.errors import BudgetError, CheckpointError, CoopError, RoutingError
 from tests.families import FAMILIES, HIDDEN, build_family
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*target_parameters.*:UserWarning")
-RANK = 3
+RANK = 4
 TOKENS = 9
 
 
@@ -46,6 +45,16 @@ def with_adapters(model: Any, names: tuple[str, ...] | None = None) -> Any:
     return wrapped
 
 
+def one_by_one(module: Any, is_reversed: bool = False) -> Any:
+    """Lends the module's own weights an expert at a time."""
+
+    def lend(routes: Routes) -> Any:
+        blocks = list(live_blocks(dict(module._parameters), routes, False))
+        yield from reversed(blocks) if is_reversed else blocks
+
+    return lend
+
+
 def batch(rows: int = 2, length: int = 12) -> Tensor:
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(5))
 
@@ -66,7 +75,7 @@ def test_gradients_are_those_of_finite_differences(family: str, tmp_path: Path) 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.3
 
-    layer = Layer(module, lambda ids: _live(module, ids))
+    layer = Layer(module, one_by_one(module))
     ids = torch.stack([torch.randperm(entry.num_experts, generator=generator)[:2] for _ in range(TOKENS)])
     inputs: list[Any] = [random(TOKENS, HIDDEN), random(TOKENS, 2).abs()]
     for name in layer.names:
@@ -135,17 +144,17 @@ def test_activation_checkpointing_changes_no_bit(tmp_path: Path) -> None:
     assert torch.equal(loss, again) and all(torch.equal(gradients[n], same[n]) for n in gradients)
 
 
-def test_the_order_in_which_experts_arrive_changes_no_bit(tmp_path: Path) -> None:
-    ours = with_adapters(build_family(tmp_path, "qwen3_moe"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_experts_one_by_one_in_any_order_have_the_bits_of_all_together(
+    family: str, is_reversed: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    ours = with_adapters(build_family(tmp_path, family, dtype))
     training = ExpertTraining(ours)
     loss, gradients = step(ours, batch())
     for entry in training.experts:
-        layer = entry.module.__dict__["coop_training"].layer
-
-        def backwards(ids: np.ndarray, module: Any = entry.module) -> Any:
-            yield from reversed(list(_live(module, ids)))
-
-        layer.lend = backwards
+        entry.module.__dict__["coop_training"].layer.lend = one_by_one(entry.module, is_reversed)
     again, same = step(ours, batch())
     assert torch.equal(loss, again) and all(torch.equal(gradients[n], same[n]) for n in gradients)
 
@@ -179,7 +188,7 @@ def test_a_disabled_adapter_leaves_the_base_model(tmp_path: Path) -> None:
 
 def test_a_router_that_chooses_an_unknown_expert_is_refused(tmp_path: Path) -> None:
     module = find_experts(build_family(tmp_path, "mixtral"))[0].module
-    layer = Layer(module, lambda ids: _live(module, ids))
+    layer = Layer(module, one_by_one(module))
     with pytest.raises(RoutingError, match="8 of 8"):
         run_experts(layer, torch.zeros(1, HIDDEN), torch.tensor([[0, 8]]), torch.ones(1, 2), [None, None])
 
@@ -198,7 +207,7 @@ def test_kept_for_backward_grows_with_rows_and_not_with_experts(tmp_path: Path) 
     for experts in (8, 32):
         model = build_family(tmp_path / str(experts), "mixtral", num_local_experts=experts)
         module = find_experts(model)[0].module
-        layer = Layer(module, lambda ids, module=module: _live(module, ids))  # type: ignore[misc]
+        layer = Layer(module, one_by_one(module))
         saved: list[int] = []
 
         def note(tensor: Tensor, saved: list[int] = saved) -> Tensor:

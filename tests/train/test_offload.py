@@ -41,7 +41,9 @@ def _threads() -> None:
     ids=lambda o: o[0] if o else "default",
 )
 def test_an_offloaded_run_equals_the_resident_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    resident = train(build_recipe(tmp_path, *overrides, "model.experts=coop", f"output={tmp_path / 'resident'}"))
+    resident = train(
+        build_recipe(tmp_path, *overrides, "model.experts=coop", f"output={tmp_path / 'resident'}")
+    )
     offloaded = train(build_recipe(tmp_path, *overrides, *OFFLOAD))
     assert losses(offloaded) == losses(resident) and len(losses(resident)) == 6
     assert_same_weights(adapter(offloaded), adapter(resident))
