@@ -119,12 +119,19 @@ class Products:
             return gradient @ matrix
         return F.grouped_mm(gradient, matrix, offs=self._routes.ends)
 
-    def outer(self, gradient: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Sum over each expert's rows of gradient [rows, out] x rows [rows, in], into out [experts, out, in]."""
-        if self._block.expert is not None:
-            torch.mm(gradient.t(), rows, out=out[self._block.expert])
-        else:
-            out.copy_(F.grouped_mm(gradient.t(), rows, offs=self._routes.ends))
+    def outer(self, gradient: Tensor, rows: Tensor, into: Tensor) -> Tensor:
+        """Sum over each expert's rows of gradient [rows, out] x rows [rows, in], as `into` [experts, out, in]."""
+        if self._block.expert is None:
+            return F.grouped_mm(gradient.t(), rows, offs=self._routes.ends)
+        torch.mm(gradient.t(), rows, out=into[self._block.expert])
+        return into
+
+    def place(self, value: Tensor, into: Tensor) -> Tensor:
+        """`into` with this block's rows, which are `value` itself if there are no others."""
+        if self._block.expert is None:
+            return value
+        into[self._block.span] = value
+        return into
 
     def biases(self, name: str) -> Tensor | None:
         """The bias of each row, or of all of them; None without one."""
@@ -147,9 +154,11 @@ class ExpertFactors(NamedTuple):
         """From PEFT's layout; each expert's factors are contiguous."""
         kind = torch.promote_types(lora_a.dtype, torch.float32)
         rank = lora_a.shape[0] // num_experts
+        # a transposition of two dimensions, for which torch has a fast copy
+        by_expert = lora_b.detach().to(kind).reshape(-1, num_experts).t().contiguous()
         return cls(
             lora_a.detach().to(kind).view(num_experts, rank, -1),
-            lora_b.detach().to(kind).view(-1, rank, num_experts).permute(2, 0, 1).contiguous(),
+            by_expert.view(num_experts, -1, rank),
             scaling,
         )
 
@@ -159,7 +168,7 @@ class ExpertFactors(NamedTuple):
 
     def add_to(self, product: Tensor, rows: Tensor, by: Products) -> Tensor:
         """`product` plus the adapter's part, summed in float32 and rounded once."""
-        inner = by.times(rows.to(self.lora_a.dtype), by.pick(self.lora_a)) * self.scaling
+        inner = by.times(rows.to(self.lora_a.dtype), by.pick(self.lora_a)).mul_(self.scaling)
         return by.times(inner, by.pick(self.lora_b)).add_(product).to(product.dtype)
 
     def add_back(self, product: Tensor, inner: Tensor, by: Products) -> Tensor:
@@ -167,20 +176,24 @@ class ExpertFactors(NamedTuple):
         return by.back(inner, by.pick(self.lora_a)).add_(product).to(product.dtype)
 
     def inner_back(self, gradient: Tensor, by: Products) -> Tensor:
-        """The gradient [rows, out] of the product through B: [rows, rank], scaled."""
-        return by.back(gradient.to(self.lora_a.dtype), by.pick(self.lora_b)) * self.scaling
+        """The gradient [rows, out] of the product, in this type, through B: [rows, rank], scaled."""
+        return by.back(gradient, by.pick(self.lora_b)).mul_(self.scaling)
 
-    def note(self, into: ExpertFactors, rows: Tensor, gradient: Tensor, inner: Tensor, by: Products) -> None:
-        """Write the factors' gradients, given rows [n, in], their product's gradient [n, out] and its `inner_back`."""
-        rows, gradient = rows.to(self.lora_a.dtype), gradient.to(self.lora_a.dtype)
-        by.outer(inner, rows, into.lora_a)
-        by.outer(gradient, by.times(rows, by.pick(self.lora_a)) * self.scaling, into.lora_b)
+    def note(
+        self, so_far: ExpertFactors, rows: Tensor, gradient: Tensor, inner: Tensor, by: Products
+    ) -> ExpertFactors:
+        """The factors' gradients, given rows [n, in], their product's gradient [n, out] and its `inner_back`."""
+        rows = rows.to(self.lora_a.dtype)
+        through_a = by.times(rows, by.pick(self.lora_a)).mul_(self.scaling)
+        return ExpertFactors(
+            by.outer(inner, rows, so_far.lora_a), by.outer(gradient, through_a, so_far.lora_b), self.scaling
+        )
 
     def to_peft(self, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
         """In the shapes and types of PEFT's own tensors."""
         return (
             self.lora_a.reshape(lora_a.shape).to(lora_a.dtype),
-            self.lora_b.permute(1, 2, 0).reshape(lora_b.shape).to(lora_b.dtype),
+            self.lora_b.reshape(len(self.lora_b), -1).t().contiguous().view(lora_b.shape).to(lora_b.dtype),
         )
 
 
@@ -281,8 +294,9 @@ class _Experts(torch.autograd.Function):
         with closing(layer.lend(routes)) as blocks:
             for block in blocks:
                 by, span = Products(routes, block), block.span
-                up[span] = layer.product(hidden[routes.tokens[span]], block, 0, first, by)
-                out[span] = layer.product(layer.activate(up[span], block, routes), block, 1, second, by)
+                own = layer.product(hidden[routes.tokens[span]], block, 0, first, by)
+                up = by.place(own, up)
+                out = by.place(layer.product(layer.activate(own, block, routes), block, 1, second, by), out)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(hidden, weights, up, *tensors)
             ctx.layer, ctx.routes, ctx.scalings = layer, routes, scalings
@@ -298,19 +312,19 @@ class _Experts(torch.autograd.Function):
         notes = [f.new_gradients() if f is not None else None for f in factors]
         back = _Backward(layer, routes, factors, notes, wants_hidden)
         sorted_weights = weights.reshape(-1)[routes.order].unsqueeze(-1)
-        grad_rows = hidden.new_empty(routes.rows, hidden.shape[1]) if wants_hidden else None
+        grad_rows = hidden.new_empty(routes.rows, hidden.shape[1])
         grad_weights = torch.empty(routes.rows, dtype=weights.dtype, device=weights.device)
         with closing(layer.lend(routes)) as blocks:
             for block in blocks:
-                span = block.span
+                by, span = Products(routes, block), block.span
                 tokens = routes.tokens[span]
                 by_rows, by_weights = back.run(
-                    block, hidden[tokens], up[span], grad[tokens], sorted_weights[span]
+                    block, hidden[tokens], up[span], grad[tokens], sorted_weights[span], by
                 )
-                grad_weights[span] = by_weights
-                if grad_rows is not None:
-                    grad_rows[span] = by_rows
-        grad_hidden = routes.sum_choices(grad_rows, None) if grad_rows is not None else None
+                grad_weights = by.place(by_weights, grad_weights)
+                if by_rows is not None:
+                    grad_rows = by.place(by_rows, grad_rows)
+        grad_hidden = routes.sum_choices(grad_rows, None) if wants_hidden else None
         by_choice = routes.unsort(grad_weights) if wants_weights else None
         return None, None, None, grad_hidden, by_choice, *_to_peft(notes, tensors)
 
@@ -322,17 +336,17 @@ class _Backward:
     layer: Layer
     routes: Routes
     factors: Sequence[ExpertFactors | None]
-    notes: Sequence[ExpertFactors | None]
+    notes: list[ExpertFactors | None]
     wants_rows: bool
 
     def run(
-        self, block: Block, x: Tensor, up: Tensor, grad: Tensor, weights: Tensor
+        self, block: Block, x: Tensor, up: Tensor, grad: Tensor, weights: Tensor, by: Products
     ) -> tuple[Tensor | None, Tensor]:
         """Gradients of x [rows, hidden] and of the router's weights [rows]; the factors' are noted.
 
         The router's weight of a row has the gradient grad . y = (grad W) . h + grad . bias, so y is not made again.
         """
-        layer, by = self.layer, Products(self.routes, block)
+        layer = self.layer
         with torch.enable_grad():
             leaf = up.detach().requires_grad_()
             h = layer.activate(leaf, block, self.routes)
@@ -353,12 +367,13 @@ class _Backward:
         frozen = self.layer.product_back(grad, block, which, by)
         if factors is None or note is None:
             return frozen
-        inner = factors.inner_back(grad, by)
-        if weights is None:
-            factors.note(note, rows, grad, inner, by)
-        else:
-            factors.note(note, rows, grad * weights, inner * weights, by)
-        return factors.add_back(frozen, inner, by)
+        wide = grad.to(factors.lora_a.dtype)
+        inner = factors.inner_back(wide, by)
+        result = factors.add_back(frozen, inner, by)
+        if weights is not None:
+            wide, inner = wide * weights, inner * weights
+        self.notes[which] = factors.note(note, rows, wide, inner, by)
+        return result
 
 
 def _by_expert(
