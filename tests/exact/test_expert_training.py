@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -296,3 +297,16 @@ def test_a_failed_read_in_backward_ends_the_step_and_leaves_no_lease(tmp_path: P
         with pytest.raises(CoopError):
             loss.backward()
         assert opened.scheduler.residency.leased() == 0
+
+
+def test_a_stream_that_is_closed_halfway_gives_everything_back(tmp_path: Path) -> None:
+    build_family(tmp_path, "mixtral")
+    with open_offloaded(tmp_path, budget="50%", dtype=torch.float32) as opened:
+        stream = opened.scheduler.stream(0, np.arange(8).reshape(4, 2))
+        expert, weights = next(stream)
+        assert weights["down_proj"].isfinite().all() and 0 <= expert < 8
+        stream.close()
+        assert opened.scheduler.wait_idle() and opened.scheduler.residency.leased() == 0
+        assert sorted(e for e, _ in opened.scheduler.stream(0, np.arange(8).reshape(4, 2))) == list(range(8))
+        with pytest.raises(RoutingError, match="expert 9"):
+            next(opened.scheduler.stream(0, np.array([[0, 9]])))
