@@ -6,6 +6,7 @@ matches nothing is refused. `train.finetune` calls it, for a dry run with a mode
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from train.schema import Recipe, TuneSection
 
 _FIRST_BACKEND = {"auto": "grouped_mm", "coop": "grouped_mm"}  # until `put_experts_in_force`
+_SHARDING = {
+    "FSDP": "ACCELERATE_USE_FSDP",
+    "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
+}  # set by accelerate launch
 GROUPS = ("attention", "experts", "shared_experts", "router", "other")
 
 
@@ -115,12 +120,20 @@ def plan_offloaded(recipe: Recipe, device: str) -> Plan:
 
 
 def expert_backend(recipe: Recipe, model: nn.Module) -> str:
-    """Who computes experts: what the recipe says, or for `auto` coop where experts are frozen and adapted."""
-    if recipe.model.experts_offload:
-        return "coop"
-    if recipe.model.experts != "auto":
-        return recipe.model.experts
-    is_adapted = recipe.tune.method == "lora" and "experts" in recipe.tune.groups
+    """Who computes experts: what the recipe says, or for `auto` coop where experts are frozen and adapted.
+
+    RecipeError for coop with weights that are spread over processes (FSDP, DeepSpeed).
+    """
+    sharding = next((name for name, flag in _SHARDING.items() if os.environ.get(flag) == "true"), "")
+    wanted = "coop" if recipe.model.experts_offload else recipe.model.experts
+    if wanted == "coop" and sharding:
+        key = "experts_offload=false" if recipe.model.experts_offload else "experts=grouped_mm"
+        raise RecipeError(
+            f"{sharding} spreads weights over processes, which coop's experts do not: set model.{key}"
+        )
+    if wanted != "auto":
+        return wanted
+    is_adapted = recipe.tune.method == "lora" and "experts" in recipe.tune.groups and not sharding
     return "coop" if is_adapted and not any(why_not(e) for e in find_experts(model)) else "grouped_mm"
 
 

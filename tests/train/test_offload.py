@@ -114,3 +114,15 @@ def test_offload_from_an_adapter_is_refused_before_anything_is_loaded(tmp_path: 
     write_recipe(tmp_path)
     with pytest.raises(CheckpointError, match="adapter"):
         train(build_recipe(tmp_path, *OFFLOAD, f"model.path={output}", f"output={tmp_path / 'next'}"))
+
+
+@pytest.mark.parametrize("overrides", [("model.experts=coop",), OFFLOAD])
+def test_weights_spread_over_processes_are_refused_by_name(
+    tmp_path: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    recipe = build_recipe(tmp_path, *overrides)
+    with pytest.raises(RecipeError, match="FSDP spreads weights over processes"):
+        expert_backend(recipe, load_skeleton(recipe))
+    plain = build_recipe(tmp_path)
+    assert expert_backend(plain, load_skeleton(plain)) == "grouped_mm"
