@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import nn
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from coop.adapters.offload import Offloaded
 from coop.errors import CoopError, RecipeError
 from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
@@ -35,13 +36,25 @@ from train.export import export_result
 from train.model import (
     Groups,
     check_trainable,
+    expert_backend,
     group_sizes,
     load_model,
+    load_offloaded,
     load_skeleton,
     load_tokenizer,
     make_trainable,
+    plan_offloaded,
+    put_experts_in_force,
 )
-from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
+from train.opening import (
+    show_data,
+    show_groups,
+    show_header,
+    show_model,
+    show_offload,
+    show_plan,
+    show_resume,
+)
 from train.progress import Metrics, ProgressCallback, to_json
 from train.push import check_login, push_result
 from train.schema import Recipe
@@ -86,6 +99,7 @@ class Loaded:
     train_rows: list[Row]
     eval_rows: list[Row]
     total_steps: int
+    offloaded: Offloaded | None = None
 
 
 def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
@@ -100,18 +114,21 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     )
     check_login(recipe.hub)
     show_header(console, recipe, recipe_path, state)
-    loaded = _load(recipe, options.is_dry, console, phases, state.num_processes)
-    show_plan(console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes)
-    if options.is_dry:
-        console.print("dry run: everything above is in order; nothing was trained")
-        return
-    deciding = _run_facts(recipe, state.num_processes)
-    point = _find_point(output, options, deciding, console, state)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        _prepare_output(recipe, output, options.is_overwriting)
-    state.wait_for_everyone()
-    _train(recipe, loaded, point, deciding, options.stop, console, phases)
+    with ExitStack() as held:
+        loaded = _load(recipe, options.is_dry, console, phases, state.num_processes, held)
+        show_plan(
+            console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes
+        )
+        if options.is_dry:
+            console.print("dry run: everything above is in order; nothing was trained")
+            return
+        deciding = _run_facts(recipe, state.num_processes)
+        point = _find_point(output, options, deciding, console, state)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            _prepare_output(recipe, output, options.is_overwriting)
+        state.wait_for_everyone()
+        _train(recipe, loaded, point, deciding, options.stop, console, phases)
     if state.is_main_process and recipe.hub.push:
         push_result(recipe.hub, output, lambda line: console.print(line, highlight=False, soft_wrap=True))
 
@@ -128,17 +145,20 @@ def _join_processes() -> PartialState:
     return state
 
 
-def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world: int) -> Loaded:
-    """Data first, because it is quick to check; then the model."""
+def _load(
+    recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world: int, held: ExitStack
+) -> Loaded:
+    """Data first, because it is quick to check; then the model. What must be closed goes onto `held`."""
     tokenizer = load_tokenizer(recipe)
     with phases.time("data"):
         train_rows, eval_rows = _load_data(recipe, tokenizer, console)
     with phases.time("model"):
-        model = load_skeleton(recipe) if is_dry else load_model(recipe)
-        groups = Groups(model)
-        show_model(console, model, recipe)
+        model, offloaded = _load_model(recipe, is_dry, console, held)
+        groups, backend = Groups(model), expert_backend(recipe, model)
+        show_model(console, model, recipe, backend)
         set_seed(recipe.train.seed)
         model = make_trainable(model, recipe.tune, recipe.model.path)
+        put_experts_in_force(model, backend, offloaded)
     sizes = group_sizes(model, groups)
     show_groups(console, sizes)
     check_trainable(sizes, recipe.tune.groups)
@@ -146,7 +166,22 @@ def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world:
     if steps is None:
         batch = recipe.train.batch_size * recipe.train.grad_accumulation * world
         steps = ceil(len(train_rows) * (recipe.train.epochs or 1) / batch)
-    return Loaded(tokenizer, model, train_rows, eval_rows, steps)
+    return Loaded(tokenizer, model, train_rows, eval_rows, steps, offloaded)
+
+
+def _load_model(
+    recipe: Recipe, is_dry: bool, console: Console, held: ExitStack
+) -> tuple[nn.Module, Offloaded | None]:
+    """The model, and what serves its experts if they stay on disk; a dry run has neither weights nor readers."""
+    device = PartialState().device.type
+    if not recipe.model.experts_offload:
+        return load_skeleton(recipe) if is_dry else load_model(recipe), None
+    if is_dry:
+        show_offload(console, plan_offloaded(recipe, device))
+        return load_skeleton(recipe), None
+    offloaded = held.enter_context(load_offloaded(recipe, device))
+    show_offload(console, offloaded.plan)
+    return offloaded.model, offloaded
 
 
 def _load_data(recipe: Recipe, tokenizer: Any, console: Console) -> tuple[list[Row], list[Row]]:

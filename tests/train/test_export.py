@@ -88,6 +88,23 @@ def test_merged_folder_loads_in_plain_transformers_and_equals_the_adapter(
     assert not (output / STAGING_NAME).exists() and "adapter_config.json" not in names
 
 
+def test_offloaded_experts_are_merged_from_the_files_of_the_base(tmp_path: Path) -> None:
+    keys = ("checkpoint.final=merged", "checkpoint.pack=bf16")
+    plain, offloaded = (
+        train(
+            build_recipe(tmp_path, *SHORT, *keys, f"output={tmp_path / str(i)}", f"model.experts_offload={i}")
+        )
+        for i in ("false", "true")
+    )
+    mine, other = (load(output / MERGED_NAME).state_dict() for output in (offloaded, plain))
+    base = load(tmp_path / "model").state_dict()
+    for name in mine:
+        torch.testing.assert_close(mine[name], other[name], rtol=1e-4, atol=1e-5)
+    changed = [name for name in mine if not torch.equal(mine[name], base[name])]
+    assert any("experts" in name for name in changed)
+    assert open_checkpoint(offloaded / PACK_NAME).is_pack
+
+
 def test_merged_folder_keeps_its_profile_its_tokenizer_and_its_modes(tmp_path: Path) -> None:
     recipe = build_recipe(
         tmp_path, *SHORT, "tune.groups=[experts,router]", "checkpoint.final=merged", "moe.aux_loss_coef=0.01"
