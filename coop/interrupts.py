@@ -7,10 +7,11 @@ call, in one of its waits, or after it, and never between two lines that belong 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
+from typing import Any
 
 
 class Interrupts:
@@ -19,6 +20,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._pending: list[tuple[int, FrameType | None]] = []
         self._is_held = False
+        self._previous: Callable[[int, FrameType | None], Any] = signal.default_int_handler
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -31,22 +33,23 @@ class Interrupts:
             signal.signal(signal.SIGINT, previous)
             yield
             return
-        self._is_held = True
+        self._is_held, self._previous = True, previous
         try:
             yield
         finally:
             self._is_held = False
             signal.signal(signal.SIGINT, previous)
-            if self._pending:
-                number, frame = self._pending[0]
-                self._pending.clear()
-                previous(number, frame)
+            self.check()
 
     def check(self) -> None:
-        """Raise what was kept, where nothing is half done; only the thread that was interrupted does."""
+        """Hand on what was kept, where nothing is half done; only the thread that was interrupted does.
+
+        The handler from outside decides: Python's own raises, that of a training run may wait for the step's end.
+        """
         if self._pending and current_thread() is main_thread():
+            number, frame = self._pending[0]
             self._pending.clear()
-            raise KeyboardInterrupt
+            self._previous(number, frame)
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
         self._pending.append((number, frame))

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from coop.errors import CheckpointError, CoopError, SaveError
+from coop.interrupts import Interrupts
 from tests.train.killing import same_weights
 from tests.train.tiny import build_recipe, write_recipe
 from train import checkpoint
@@ -524,6 +525,24 @@ def test_first_signal_waits_for_the_step_and_a_second_does_not() -> None:
     with pytest.raises(Stopped) as stopped:  # the second SIGTERM is the echo of a launcher
         receive(signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT)
     assert heard == [signal.SIGTERM, signal.SIGTERM] and stopped.value.status == 130
+
+
+def test_ctrl_c_inside_a_layer_of_served_experts_waits_for_the_end_of_the_step() -> None:
+    stop, interrupts, passed = Stop(), Interrupts(), []
+
+    def layer() -> None:
+        with interrupts.held():
+            signal.raise_signal(signal.SIGINT)
+            interrupts.check()
+            passed.append(stop.number)
+
+    def step() -> None:
+        with stop, stop.waiting():
+            layer()
+
+    with pytest.raises(Stopped):
+        step()
+    assert passed == [signal.SIGINT]
 
 
 def test_signal_outside_of_training_stops_at_once_and_handlers_are_put_back() -> None:
