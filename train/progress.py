@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from coop.errors import CoopError
 from train.checkpoint import describe_newest, saving
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -38,12 +44,18 @@ class Metrics:
 
     Args:
         path: the file; records after `resume_step` are dropped from it, because they are about to be made again.
+        follower: gets every record that is appended, after it was written.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int = 0,
+        follower: Callable[[dict[str, Any]], None] = lambda record: None,
+    ) -> None:
         kept = [r for r in read_metrics(path) if r["step"] <= resume_step] if resume_step else []
         self.records: list[dict[str, Any]] = kept
-        self._path = path
+        self._path, self._follower = path, follower
         with saving(path.parent, path):
             path.write_text("".join(to_json(record) + "\n" for record in kept))
 
@@ -52,6 +64,7 @@ class Metrics:
         self.records.append(record)
         with saving(self._path.parent, self._path), self._path.open("a") as file:
             file.write(to_json(record) + "\n")
+        self._follower(record)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -162,7 +175,7 @@ class ProgressCallback(TrainerCallback):
 
     def say(self, line: str) -> None:
         """Print a line above the live one."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, line)
 
     def close(self) -> None:
         """Close the live line; safe to call again."""

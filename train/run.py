@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from train.model import (
     make_trainable,
 )
 from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
-from train.progress import Metrics, ProgressCallback, to_json
+from train.progress import Metrics, ProgressCallback, say, to_json
 from train.schema import Recipe
 from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
@@ -79,6 +80,7 @@ class Loaded:
     train_rows: list[Row]
     eval_rows: list[Row]
     total_steps: int
+    opening: str = ""  # what was shown before the first step
 
 
 def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
@@ -86,7 +88,7 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     state = _join_processes()
-    console = Console(quiet=not state.is_main_process)
+    console = Console(quiet=not state.is_main_process, record=True)
     output, phases = Path(recipe.output), Phases()
     checkpoint.check_output(
         output, is_resuming=options.resume is not None, is_overwriting=options.is_overwriting
@@ -94,6 +96,7 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     show_header(console, recipe, recipe_path, state)
     loaded = _load(recipe, options.is_dry, console, phases, state.num_processes)
     show_plan(console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes)
+    loaded.opening, console.record = console.export_text(), False
     if options.is_dry:
         console.print("dry run: everything above is in order; nothing was trained")
         return
@@ -183,21 +186,29 @@ def _train(
     """Train, evaluate, save and report; the parts that hold resources are closed whatever happens."""
     output = Path(recipe.output)
     is_main = PartialState().is_main_process
+    settings = (
+        recipe.logging.wandb if is_main else recipe.logging.wandb.model_copy(update={"mode": "disabled"})
+    )
+    tracking = Tracking(settings, output, recipe.model_dump(), partial(say, console))
     metrics = (
-        Metrics(output / checkpoint.METRICS_NAME, point.step if point else 0)
+        Metrics(output / checkpoint.METRICS_NAME, point.step if point else 0, tracking.log_record)
         if is_main
         else Metrics(Path(os.devnull))
     )
     progress = ProgressCallback(console, metrics)
-    settings = (
-        recipe.logging.wandb if is_main else recipe.logging.wandb.model_copy(update={"mode": "disabled"})
-    )
-    tracking = Tracking(settings, output, recipe.model_dump(), progress.say)
     coop = None
     if recipe.coop.profile.enabled:
-        coop = CoopCallback(loaded.model, loaded.tokenizer, recipe.coop, progress.say, is_main)
+        coop = CoopCallback(
+            loaded.model,
+            loaded.tokenizer,
+            recipe.coop,
+            progress.say,
+            is_main,
+            log=lambda values, step: metrics.append({"step": step, **values}),
+            is_detailed=recipe.logging.wandb.detailed,
+        )
     try:
-        trainer = _build_trainer(recipe, loaded, coop, digest, [progress, tracking])
+        trainer = _build_trainer(recipe, loaded, coop, digest, [progress])
         if point is not None:
             show_resume(console, point)
             if coop is not None:
@@ -209,7 +220,8 @@ def _train(
         if is_main:
             summary = _summarise(recipe, trainer, progress, metrics, profile, coop, phases, tracking)
             with checkpoint.saving(output, output):
-                _publish(recipe, summary, metrics, profile, tracking)
+                finished = report.Finished(recipe, summary, metrics.records, profile, loaded.opening)
+                _publish(finished, metrics, tracking)
             console.rule("summary")
             console.print(
                 report.render_summary(summary, output), highlight=False, markup=False, soft_wrap=True
@@ -271,6 +283,7 @@ def _summarise(
     before, after = report.eval_losses(metrics.records)
     losses = [record["loss"] for record in metrics.records if "loss" in record]
     return {
+        "name": recipe.logging.wandb.run_name or Path(recipe.output).name,
         "steps": trainer.state.global_step,
         "train_loss_first": losses[0],
         "train_loss_last": losses[-1],
@@ -280,19 +293,20 @@ def _summarise(
         "tokens_per_s": progress.tokens_per_s,
         "phases": {name: round(seconds, 2) for name, seconds in phases.seconds.items()},
         "profile": str(Path(recipe.output) / PROFILE_NAME) if profile else "",
-        "profile_seconds": coop.counting_seconds + coop.warmup_seconds if coop else 0.0,
-        "balance": report.balance_scalars(profile) if profile else {},
+        "profile_cost": coop.cost() if coop else {},
+        "final": report.final_scalars(profile) if profile else {},
         "wandb": tracking.place,
     }
 
 
-def _publish(
-    recipe: Recipe, summary: dict[str, Any], metrics: Metrics, profile: Profile | None, tracking: Tracking
-) -> None:
+def _publish(run: report.Finished, metrics: Metrics, tracking: Tracking) -> None:
     """The report, what W&B gets of it, and last the summary, which marks the run as finished."""
-    output = Path(recipe.output)
-    write_atomic(output / "README.md", report.render_card(recipe, summary).encode())
-    report.draw_report(metrics.records, profile, output / "report.png")
-    tracking.log(summary["balance"], summary["steps"])
-    tracking.log_image("report", output / "report.png", summary["steps"])
+    summary, output = run.summary, Path(run.recipe.output)
+    write_atomic(output / "README.md", report.render_card(run.recipe, summary).encode())
+    if summary["final"]:
+        metrics.append({"step": summary["steps"], **summary["final"]})
+    pictures = report.write_report(run, output)
+    tracking.log_images(pictures, summary["steps"])
+    if run.profile is not None:
+        tracking.log_profile(output / PROFILE_NAME, summary["steps"])
     write_atomic(output / checkpoint.SUMMARY_NAME, to_json(summary, indent=1).encode())
