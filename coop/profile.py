@@ -80,7 +80,11 @@ _FACT_TYPES: dict[str, Any] = {
     "train_seconds": (int, float),
     "identity": dict,
 }
-_NEW_FACTS: dict[str, Any] = {"warmups": 0, "warmup_next": 0, "train_seconds": 0.0}  # what version 1 did not say
+_NEW_FACTS: dict[str, Any] = {
+    "warmups": 0,
+    "warmup_next": 0,
+    "train_seconds": 0.0,
+}  # what version 1 did not say
 _COUNTS = (
     ("hot_prompt", "tokens_prompt"),
     ("hot_answer", "tokens_answer"),
@@ -168,7 +172,7 @@ class Profile:
                 raise ProfileError(f"{what} differ")
 
     def save(self, path: Path) -> Path:
-        """Write the profile into the folder `path`, or as that file, replacing an old one atomically; returns the file."""
+        """Write the profile into the folder `path`, or as that file, replacing an old one at once; returns the file."""
         from safetensors.numpy import save
 
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _SCHEMA}
@@ -380,7 +384,7 @@ def _check_values(profile: Profile) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m coop.profile DIR [--plot FILE.png] [--json]`, or one of its sub-commands."""
-    from coop.profile_report import main as command
+    from coop.profile_commands import main as command
 
     return command(argv)
 

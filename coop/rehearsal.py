@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # the command line reads its options before it loads torch
 
 SHARES = (0.25, 0.5)  # of all experts in memory: the two budgets that every report names
 STRATEGY = "Balanced"
+FIRST_TOKENS = 64  # a seed is worth so many tokens of evidence: later on, what was seen since decides
+WINDOWS = 8
 
 
 def hit_rate(sample: NDArray[np.uint16], num_experts: int, share: float, seed: Profile | None) -> float:
@@ -57,6 +59,16 @@ def hit_rate(sample: NDArray[np.uint16], num_experts: int, share: float, seed: P
             forecast.observe(layer, chosen[None])
             hits += _load(residency, [ExpertId(layer, int(expert)) for expert in np.unique(chosen)])
     return hits / (tokens * layers * top_k)
+
+
+def first_tokens_hit_rate(
+    sample: NDArray[np.uint16], num_experts: int, share: float, seed: Profile | None
+) -> float:
+    """The mean of `hit_rate` over FIRST_TOKENS tokens from several places of `sample`: what a seed is worth."""
+    last = max(0, len(sample) - FIRST_TOKENS)
+    starts = sorted({round(last * i / (WINDOWS - 1)) // FIRST_TOKENS * FIRST_TOKENS for i in range(WINDOWS)})
+    rates = [hit_rate(sample[start : start + FIRST_TOKENS], num_experts, share, seed) for start in starts]
+    return float(np.mean(rates))
 
 
 def _load(residency: Residency, experts: list[ExpertId]) -> int:

@@ -16,7 +16,9 @@ from coop.profile_report import half_coverage, layer_balance
 from coop.rehearsal import SHARES, hit_rate
 
 REHEARSED_REQUESTS = 8192  # of the routing sample, the latest: about a tenth of a second on one core
-REHEARSAL_SHARE = 0.005  # most of the training time so far that hit rates may have taken; then they are left out
+REHEARSAL_SHARE = (
+    0.005  # most of the training time so far that hit rates may have taken; then they are left out
+)
 MAX_LAYER_KEYS = 192  # of the detailed ones; a model with more layers is shown by its first
 
 

@@ -30,7 +30,9 @@ def run_pictures(records: Records, profile: Profile | None) -> dict[str, bytes]:
         pictures["heatmap"] = render((10, tall), lambda figure: draw_heatmaps(profile, figure.subplots(1, 2)))
         pictures["balance"] = render((10, 3.2), lambda figure: draw_balance(profile, figure.subplots(1, 2)))
         if not np.isnan(profile.compute_ms).all():
-            pictures["timings"] = render((10, 3.6), lambda figure: draw_timings(profile, figure.subplots(1, 2)))
+            pictures["timings"] = render(
+                (10, 3.6), lambda figure: draw_timings(profile, figure.subplots(1, 2))
+            )
     height = 4.0 if profile is None else 8.4 + min(5.0, 0.08 * profile.num_layers)
     pictures["report"] = render((10, height), lambda figure: _draw_all(records, profile, figure))
     return pictures

@@ -100,8 +100,8 @@ def _render_profile(summary: dict[str, Any]) -> list[str]:
     total = max(cost["train_seconds"], 1e-9)
     lines.append(
         f"profile {summary['profile']}; {cost['warmups']} warm-ups took {cost['warmup_seconds']:.2f} s, "
-        f"{100 * cost['warmup_seconds'] / total:.1f}% of training, counting and logging {cost['counting_seconds']:.2f} s, "
-        f"{100 * cost['counting_seconds'] / total:.1f}%"
+        f"{100 * cost['warmup_seconds'] / total:.1f}% of training, "
+        f"counting and logging {cost['counting_seconds']:.2f} s, {100 * cost['counting_seconds'] / total:.1f}%"
     )
     return lines
 

@@ -96,7 +96,8 @@ class Warmup:
         if any(not is_whole(entry.module) for entry in self._experts) and self._scheduler is None:
             if not self._has_said_why_not:
                 self._say(
-                    "no warm-up: this process does not hold whole experts; they are timed at the first start of inference"
+                    "no warm-up: this process does not hold whole experts; "
+                    "they are timed at the first start of inference"
                 )
             self._has_said_why_not = True
             return
