@@ -23,6 +23,7 @@ from torch import nn
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from coop.adapters.transformers import find_experts
 from coop.errors import CoopError, RecipeError
 from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
@@ -44,6 +45,7 @@ from train.progress import Metrics, ProgressCallback, say, to_json
 from train.schema import Recipe
 from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
+from train.warmup import chosen_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +133,8 @@ def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world:
         train_rows, eval_rows = _load_data(recipe, tokenizer, console)
     with phases.time("model"):
         model = load_skeleton(recipe) if is_dry else load_model(recipe)
+        if recipe.coop.profile.enabled:
+            chosen_layers(recipe.coop.warmup, len(find_experts(model)))  # refused now, not after the start
         groups = Groups(model)
         show_model(console, model, recipe)
         set_seed(recipe.train.seed)

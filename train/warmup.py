@@ -74,20 +74,32 @@ class Warmup:
         if self._settings.at_end:
             self._run(step, self._settings.max_seconds)
         elif self._settings.every_steps and not self._is_complete():
-            self._run_within_share(step, train_seconds)
+            if self._allowed_seconds(train_seconds) > self._expert_seconds:
+                self._run_within_share(step, train_seconds)
+            if not self._is_complete() and not self._has_said_why_not:
+                self._say(
+                    f"{self._untimed()} of {len(self._order)} experts were not timed: coop.warmup.max_share allows no "
+                    "more; coop.warmup.at_end=true times them whatever it takes"
+                )
 
     # inside
 
-    def _is_complete(self) -> bool:
+    def _untimed(self) -> int:
         layers, experts = zip(*self._order, strict=True)
-        return not np.isnan(self.compute_ms[list(layers), list(experts)]).any()
+        return int(np.isnan(self.compute_ms[list(layers), list(experts)]).any(axis=1).sum())
+
+    def _is_complete(self) -> bool:
+        return self._untimed() == 0
+
+    def _allowed_seconds(self, train_seconds: float) -> float:
+        return self._settings.max_share * train_seconds - self.seconds
 
     def _run_within_share(self, step: int, train_seconds: float) -> None:
-        allowed = self._settings.max_share * train_seconds - self.seconds
+        allowed = self._allowed_seconds(train_seconds)
         if allowed <= self._expert_seconds:
             self._say(
-                f"warm-up at step {step} postponed: {100 * self._settings.max_share:g}% of {train_seconds:.2f} s of "
-                f"training are {self._settings.max_share * train_seconds:.2f} s, {self.seconds:.2f} s were spent"
+                f"warm-up at step {step} postponed: coop.warmup.max_share allows "
+                f"{self._settings.max_share * train_seconds:.3f} s so far, {self.seconds:.3f} s were spent"
             )
             return
         self._run(step, min(allowed, self._settings.max_seconds))
