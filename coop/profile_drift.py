@@ -56,6 +56,8 @@ def traffic_of_routes(profile: Profile, routes: Routes) -> Traffic:
         raise ProfileError(
             f"layers x experts x top-k are {list(mine)} in the profile, {list(other)} in the routes: another model's"
         )
+    if not routes.is_distinct:
+        raise ProfileError("the routes name an expert twice for one token, which no router does")
     kind = "answer" if profile.tokens_answer else "prompt"
     half = len(routes.ids) // 2
     first, second = routes.ids[:half], routes.ids[half:]

@@ -127,11 +127,8 @@ def test_training_counts_equal_an_independent_recount(
 
 def pack(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Rows end to end in one, positions beginning again with each, and no mask: a batch without padding."""
-    joined = {
-        "input_ids": sum((list(row["input_ids"]) for row in rows), []),
-        "labels": sum((list(row["labels"]) for row in rows), []),
-        "position_ids": sum((list(range(len(row["input_ids"]))) for row in rows), []),
-    }
+    joined = {name: [value for row in rows for value in row[name]] for name in ("input_ids", "labels")}
+    joined["position_ids"] = [place for row in rows for place in range(len(row["input_ids"]))]
     return {name: torch.tensor([values]) for name, values in joined.items()}
 
 
@@ -216,8 +213,15 @@ def test_metrics_hold_the_scalars_of_experts_and_of_the_final_profile(tmp_path: 
     records = read_metrics(output / METRICS_NAME)
     experts = [record for record in records if "experts/busiest_over_mean" in record]
     assert [record["step"] for record in experts] == [2, 4, 6]
-    names = {"experts/busiest_over_mean", "experts/load_entropy", "experts/dead", "experts/hottest_half_share"}
+    names = {
+        "experts/busiest_over_mean",
+        "experts/load_entropy",
+        "experts/dead",
+        "experts/hottest_half_share",
+    }
     assert names <= experts[1].keys() and {"experts/hit_rate_25", "experts/hit_rate_50"} <= experts[0].keys()
-    assert all(1 <= r["experts/busiest_over_mean"] <= 8 and 0 < r["experts/load_entropy"] <= 1 for r in experts)
+    assert all(
+        1 <= r["experts/busiest_over_mean"] <= 8 and 0 < r["experts/load_entropy"] <= 1 for r in experts
+    )
     final = records[-1]
     assert final["step"] == 6 and 0 < final["final/hit_rate_25"] <= final["final/hit_rate_50"] <= 1

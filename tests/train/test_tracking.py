@@ -132,9 +132,7 @@ def test_run_id_that_is_none_is_said_and_the_run_goes_untracked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     (tmp_path / RUN_NAME).write_text(content)
-    tracking, said, asked = open_tracking(
-        tmp_path, monkeypatch, "offline", {"offline": FakeRun(tmp_path)}
-    )
+    tracking, said, asked = open_tracking(tmp_path, monkeypatch, "offline", {"offline": FakeRun(tmp_path)})
     assert not tracking.is_open and asked == [] and len(said) == 1 and "cannot track this run" in said[0]
 
 

@@ -18,7 +18,7 @@ from coop.profile import Profile, adapter_digest
 from tests.train.tiny import build_recipe
 from train.checkpoint import METRICS_NAME, SUMMARY_NAME
 from train.data import load_rows, to_dataset
-from train.model import load_model, load_tokenizer, make_trainable
+from train.model import load_model, load_tokenizer
 from train.progress import read_metrics, to_json
 from train.run import Options, run
 from train.schema import Recipe

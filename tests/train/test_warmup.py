@@ -74,7 +74,7 @@ def test_each_goes_on_where_the_last_one_stopped_until_every_expert_is_timed() -
     for step in (10, 20, 30):
         warmup.at_step(step, 10_000.0)
     order = [ExpertId(layer, expert) for expert in range(EXPERTS) for layer in range(LAYERS)]
-    assert sum(scheduler.timed, [])[:12] == order
+    assert [expert for timed in scheduler.timed for expert in timed][:12] == order
     assert not np.isnan(warmup.compute_ms).any()
     assert said[0] == (
         "warm-up at step 10: 5 of 12 experts in 5.00 s, 1.000 ms each at 1 row; the next goes on at layer 2, expert 1"

@@ -200,7 +200,9 @@ def test_spliced_headers_and_lengths_never_raise_anything_else_nor_take_memory(
         at = data.draw(st.integers(0, header))
         kind = data.draw(st.sampled_from(["digits", "insert", "move", "length"]))
         if kind == "digits":
-            content[at : at + 1] = data.draw(st.sampled_from([b"9" * 20, b"-", b"0", b"1e999", b"null", b"[", b'"']))
+            content[at : at + 1] = data.draw(
+                st.sampled_from([b"9" * 20, b"-", b"0", b"1e999", b"null", b"[", b'"'])
+            )
         elif kind == "insert":
             content[at:at] = data.draw(st.binary(max_size=12))
         elif kind == "move":
