@@ -153,6 +153,7 @@ def plot_comparison(mine: Profile, other: Profile, facts: dict[str, Any], path: 
     chance_bits = [layer["by_chance_bits"] for layer in facts["layers"]]
     left.plot(chance_bits, layers, "o", color="#D55E00", markersize=4, label="by chance alone")
     left.invert_yaxis()
+    left.xaxis.get_major_locator().set_params(nbins=6)
     left.set_title("Jensen-Shannon divergence")
     left.set_xlabel("bits (0: the same, 1: no expert in common)")
     left.legend(fontsize=9)

@@ -15,7 +15,10 @@ import numpy as np
 from coop.errors import ProfileError
 from coop.profile import MAX_SAMPLE_TOKENS, Profile, ProfileIdentity
 
-SMALLEST_FACTOR = 64  # whole factors from here on hit a wanted share within one part in 128
+MAX_FACTOR = (
+    64  # of the profile that is multiplied least: whole factors hit any wanted share within 1 % by then
+)
+MAX_ERROR = 0.01
 _COUNTS = ("hot_prompt", "hot_answer", "train_prompt", "train_answer")
 _TOKENS = ("tokens_prompt", "tokens_answer", "train_tokens_prompt", "train_tokens_answer")
 _MAX_INT32 = np.iinfo(np.int32).max
@@ -84,10 +87,15 @@ def _factors(profiles: Sequence[Profile], shares: Sequence[float]) -> list[int]:
     if not all(tokens):
         raise ProfileError("weights need tokens of one kind, answer or prompt, in every profile")
     wanted = np.array(shares) / np.array(tokens)
-    factors = wanted / wanted.min() * SMALLEST_FACTOR
-    if factors.max() * max(tokens) > 2**39:
+    wanted /= wanted.min()
+    if wanted.max() * MAX_FACTOR * max(tokens) > 2**39:
         raise ProfileError("the profiles' sizes and weights are too far apart to be merged")
-    return [int(factor) for factor in np.round(factors)]
+    # as small as will do: evidence should not look like more than it is
+    for smallest in range(1, MAX_FACTOR + 1):
+        factors = np.round(wanted * smallest)
+        if np.abs(factors / (wanted * smallest) - 1).max() <= MAX_ERROR:
+            break
+    return [int(factor) for factor in factors]
 
 
 def _sum(profiles: Sequence[Profile], name: str, factors: Sequence[int]) -> Any:

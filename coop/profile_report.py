@@ -159,7 +159,9 @@ def draw_heatmaps(profile: Profile, axes: Any) -> None:
         ("prompt", profile.hot_prompt, profile.tokens_prompt),
     ]
     shares = [counts / np.maximum(1, counts.sum(axis=1, keepdims=True)) for _, counts, _ in maps]
-    top = max(float(share.max()) for share in shares) or 1.0
+    # a few experts of extreme use must not darken all the others
+    top = max(float(np.percentile(share, 99.5)) for share in shares)
+    top = top or max(float(share.max()) for share in shares) or 1.0
     for ax, (name, _, tokens), share in zip(axes, maps, shares, strict=True):
         image = ax.imshow(share, aspect="auto", cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
         ax.set_title(f"{name} tokens ({tokens:,} seen)")
@@ -167,5 +169,11 @@ def draw_heatmaps(profile: Profile, axes: Any) -> None:
         ax.set_ylabel("MoE layer")
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.yaxis.get_major_locator().set_params(integer=True)
-    bar = axes[-1].figure.colorbar(image, ax=list(axes), format=lambda value, _: f"{100 * value:.0f}%")
+    has_more = any(share.max() > top for share in shares)
+    bar = axes[-1].figure.colorbar(
+        image,
+        ax=list(axes),
+        format=lambda value, _: f"{100 * value:.3g}%",
+        extend="max" if has_more else "neither",
+    )
     bar.set_label(f"share of uses (even: {100 / profile.identity.num_experts:.1f}%)")

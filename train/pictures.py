@@ -76,7 +76,7 @@ def draw_experts(records: Records, axes: Any) -> None:
     balance, rates = axes
     points = _series(records, "experts/busiest_over_mean")
     balance.plot(*zip(*points, strict=True), "o-", color=BLUE, markersize=4)
-    balance.set_ylim(bottom=1)
+    balance.set_ylim(1, 1.05 * balance.get_ylim()[1])
     _finish(balance, "busiest expert over the mean, worst layer", "step", "x mean load")
     for share, colour, marker in ((50, BLUE, "o-"), (25, ORANGE, "s--")):
         points = [(step, 100 * rate) for step, rate in _series(records, f"experts/hit_rate_{share}")]
