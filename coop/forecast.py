@@ -119,6 +119,10 @@ class Forecast:
             expected = (1.0 - self._weight) * expected + self._weight * reuse
         self._publish(layer, expected)
 
+    def following(self, layer: int) -> int:
+        """The layer that is called after this one."""
+        return (layer + 1) % len(self.likelihood)
+
     def rank(self, layer: int) -> np.ndarray:
         """Experts of a layer, likeliest first."""
         return np.argsort(-self.likelihood[layer], kind="stable")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,6 +232,32 @@ class Scheduler:
             self._call_ended = (layer, time.perf_counter())
             return result
 
+    def stream(self, layer: int, expert_ids: np.ndarray) -> Generator[tuple[int, Mapping[str, torch.Tensor]]]:
+        """Each distinct expert of int64 [tokens, k] once with its weights, as they arrive: for who computes itself.
+
+        What is resident comes first. Weights are leased until the next is asked for; close the iterator when it
+        is not run to its end. Raises RoutingError, StoreError, PrefetchError, ClosedError.
+        """
+        with self._call_lock, self._interrupts.held():
+            self._check_waiting()
+            distinct = np.unique(expert_ids)
+            if distinct.size and (distinct[0] < 0 or distinct[-1] >= self.geometry[layer].num_experts):
+                raise RoutingError(f"layer {layer}: the router chose expert {distinct[-1]}")
+            self._begin_call(layer, expert_ids.shape[0])
+            self.forecast.observe(layer, expert_ids)
+            with self._demand([ExpertId(layer, e) for e in distinct.tolist()]) as demand:
+                demand.request()
+                self._prefetch(layer, len(distinct), max(1, expert_ids.size // max(1, len(distinct))))
+                left = len(distinct)
+                while left:
+                    for expert in demand.take_arrived():
+                        yield expert.expert, demand.lease(expert).weights
+                        demand.release(expert)
+                        left -= 1
+                    if left:
+                        demand.wait()
+                        demand.request()
+
     @contextmanager
     def lend(self, expert: ExpertId) -> Iterator[Mapping[str, torch.Tensor]]:
         """One expert's weights, resident while the block runs: for an expert that is a module of its own."""
@@ -422,9 +448,9 @@ class Scheduler:
         """L3: name the experts that the next layer will likely want, as many as the gap before it can hide."""
         if not self._has_prefetch or self.strategy.prefetch_experts == 0:
             return
-        following = (layer + 1) % len(self.geometry)
+        following = self.forecast.following(layer)
         absent = self.residency.absent(following)
-        if not absent.any():
+        if following == layer or not absent.any():
             return
         is_streaming = self.is_prefill and following > 0
         count = self._guesses(layer, following, experts, rows, is_streaming)

@@ -6,6 +6,7 @@ matches nothing is refused. `train.finetune` calls it, for a dry run with a mode
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from coop.adapters.offload import Offloaded, open_offloaded, plan_offload
+from coop.adapters.training import ExpertTraining, why_not
 from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta, find_experts
 from coop.errors import CheckpointError, CoopError, RecipeError
 
 if TYPE_CHECKING:
+    from coop.plan import Plan
     from train.schema import Recipe, TuneSection
 
+_FIRST_BACKEND = {"auto": "grouped_mm", "coop": "grouped_mm"}  # until `put_experts_in_force`
+_SHARDING = {
+    "FSDP": "ACCELERATE_USE_FSDP",
+    "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
+}  # set by accelerate launch
 GROUPS = ("attention", "experts", "shared_experts", "router", "other")
 
 
@@ -76,7 +85,7 @@ def load_model(recipe: Recipe) -> nn.Module:
         model, report = AutoModelForCausalLM.from_pretrained(
             recipe.model.path,
             dtype=getattr(torch, recipe.model.dtype),
-            experts_implementation="grouped_mm" if recipe.model.experts == "auto" else recipe.model.experts,
+            experts_implementation=_FIRST_BACKEND.get(recipe.model.experts, recipe.model.experts),
             attn_implementation=recipe.model.attention,
             trust_remote_code=False,
             use_safetensors=True,
@@ -88,6 +97,50 @@ def load_model(recipe: Recipe) -> nn.Module:
     _refuse_gaps(Path(recipe.model.path), model, report)
     loaded: nn.Module = model
     return loaded
+
+
+def load_offloaded(recipe: Recipe, device: str) -> Offloaded:
+    """The model with its experts left on disk, served under the recipe's budget; close it after training."""
+    model = recipe.model
+    return open_offloaded(
+        model.path,
+        budget=model.experts_budget,
+        dtype=getattr(torch, model.dtype),
+        attention=model.attention,
+        device=device,
+    )
+
+
+def plan_offloaded(recipe: Recipe, device: str) -> Plan:
+    """What `load_offloaded` would use, from the headers alone, for a dry run."""
+    model = recipe.model
+    return plan_offload(
+        model.path, budget=model.experts_budget, dtype=getattr(torch, model.dtype), device=device
+    )
+
+
+def expert_backend(recipe: Recipe, model: nn.Module) -> str:
+    """Who computes experts: what the recipe says, or for `auto` coop where experts are frozen and adapted.
+
+    RecipeError for coop with weights that are spread over processes (FSDP, DeepSpeed).
+    """
+    sharding = next((name for name, flag in _SHARDING.items() if os.environ.get(flag) == "true"), "")
+    wanted = "coop" if recipe.model.experts_offload else recipe.model.experts
+    if wanted == "coop" and sharding:
+        key = "experts_offload=false" if recipe.model.experts_offload else "experts=grouped_mm"
+        raise RecipeError(
+            f"{sharding} spreads weights over processes, which coop's experts do not: set model.{key}"
+        )
+    if wanted != "auto":
+        return wanted
+    is_adapted = recipe.tune.method == "lora" and "experts" in recipe.tune.groups and not sharding
+    return "coop" if is_adapted and not any(why_not(e) for e in find_experts(model)) else "grouped_mm"
+
+
+def put_experts_in_force(model: nn.Module, backend: str, offloaded: Offloaded | None) -> None:
+    """Let coop compute the experts of a model that is ready to be trained, if it is asked to."""
+    if backend == "coop":
+        ExpertTraining(model, offloaded.scheduler if offloaded else None)
 
 
 def load_skeleton(recipe: Recipe) -> nn.Module:

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from coop.adapters.transformers import find_experts
+from coop.plan import Plan, format_bytes
 from train.checkpoint import ResumePoint
 from train.data import DataSummary
 from train.model import GroupSize
@@ -43,7 +44,7 @@ def show_data(console: Console, name: str, summary: DataSummary) -> None:
     console.print(f"{name}: {summary.describe()}", highlight=False, markup=False, soft_wrap=True)
 
 
-def show_model(console: Console, model: nn.Module, recipe: Recipe) -> None:
+def show_model(console: Console, model: nn.Module, recipe: Recipe, backend: str) -> None:
     """The model, its experts and who computes them."""
     experts = find_experts(model)
     first = experts[0]
@@ -53,7 +54,20 @@ def show_model(console: Console, model: nn.Module, recipe: Recipe) -> None:
     console.print(
         f"model {recipe.model.path}: {type(model).__name__}, {total / 1e6:,.1f} M parameters in {recipe.model.dtype}, "
         f"{len(experts)} MoE layers x {first.num_experts} experts, top-{first.top_k}, {nbytes / 2**20:,.2f} MiB each, "
-        f"computed by {recipe.model.experts}",
+        f"computed by {backend}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def show_offload(console: Console, plan: Plan) -> None:
+    """How many of the offloaded experts are resident at once, and how they are read."""
+    share = plan.budget_bytes / plan.expert_bytes
+    console.print(
+        f"experts offloaded: {format_bytes(plan.budget_bytes)} of {format_bytes(plan.expert_bytes)} ({share:.0%}) "
+        f"resident at most, the others read from disk in forward and again in backward by {plan.loader_threads} "
+        f"threads; the smallest budget that runs is {format_bytes(plan.smallest_bytes)}",
         highlight=False,
         markup=False,
         soft_wrap=True,

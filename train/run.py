@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -23,6 +23,7 @@ from torch import nn
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from coop.adapters.offload import Offloaded
 from coop.adapters.transformers import find_experts
 from coop.errors import CoopError, RecipeError
 from coop.files import write_atomic
@@ -34,13 +35,25 @@ from train.data import Row, describe_sample, load_rows, to_dataset
 from train.model import (
     Groups,
     check_trainable,
+    expert_backend,
     group_sizes,
     load_model,
+    load_offloaded,
     load_skeleton,
     load_tokenizer,
     make_trainable,
+    plan_offloaded,
+    put_experts_in_force,
 )
-from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
+from train.opening import (
+    show_data,
+    show_groups,
+    show_header,
+    show_model,
+    show_offload,
+    show_plan,
+    show_resume,
+)
 from train.progress import Metrics, ProgressCallback, say, to_json
 from train.schema import Recipe
 from train.tracking import Tracking
@@ -82,6 +95,7 @@ class Loaded:
     train_rows: list[Row]
     eval_rows: list[Row]
     total_steps: int
+    offloaded: Offloaded | None = None
     opening: str = ""  # what was shown before the first step
 
 
@@ -96,22 +110,25 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
         output, is_resuming=options.resume is not None, is_overwriting=options.is_overwriting
     )
     show_header(console, recipe, recipe_path, state)
-    loaded = _load(recipe, options.is_dry, console, phases, state.num_processes)
-    show_plan(console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes)
-    loaded.opening, console.record = console.export_text(), False
-    if options.is_dry:
-        console.print("dry run: everything above is in order; nothing was trained")
-        return
-    digest = _run_digest(recipe)
-    point = None
-    if options.resume is not None:
-        chosen = options.resume if options.resume != Path() else None
-        point = checkpoint.find_resume_point(output, chosen, digest)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        _prepare_output(recipe, output, options.is_overwriting)
-    state.wait_for_everyone()
-    _train(recipe, loaded, point, digest, console, phases)
+    with ExitStack() as held:
+        loaded = _load(recipe, options.is_dry, console, phases, state.num_processes, held)
+        show_plan(
+            console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes
+        )
+        loaded.opening, console.record = console.export_text(), False
+        if options.is_dry:
+            console.print("dry run: everything above is in order; nothing was trained")
+            return
+        digest = _run_digest(recipe)
+        point = None
+        if options.resume is not None:
+            chosen = options.resume if options.resume != Path() else None
+            point = checkpoint.find_resume_point(output, chosen, digest)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            _prepare_output(recipe, output, options.is_overwriting)
+        state.wait_for_everyone()
+        _train(recipe, loaded, point, digest, console, phases)
 
 
 def _join_processes() -> PartialState:
@@ -126,19 +143,22 @@ def _join_processes() -> PartialState:
     return state
 
 
-def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world: int) -> Loaded:
-    """Data first, because it is quick to check; then the model."""
+def _load(
+    recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world: int, held: ExitStack
+) -> Loaded:
+    """Data first, because it is quick to check; then the model. What must be closed goes onto `held`."""
     tokenizer = load_tokenizer(recipe)
     with phases.time("data"):
         train_rows, eval_rows = _load_data(recipe, tokenizer, console)
     with phases.time("model"):
-        model = load_skeleton(recipe) if is_dry else load_model(recipe)
+        model, offloaded = _load_model(recipe, is_dry, console, held)
         if recipe.coop.profile.enabled:
             chosen_layers(recipe.coop.warmup, len(find_experts(model)))  # refused now, not after the start
-        groups = Groups(model)
-        show_model(console, model, recipe)
+        groups, backend = Groups(model), expert_backend(recipe, model)
+        show_model(console, model, recipe, backend)
         set_seed(recipe.train.seed)
         model = make_trainable(model, recipe.tune, recipe.model.path)
+        put_experts_in_force(model, backend, offloaded)
     sizes = group_sizes(model, groups)
     show_groups(console, sizes)
     check_trainable(sizes, recipe.tune.groups)
@@ -146,7 +166,22 @@ def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world:
     if steps is None:
         batch = recipe.train.batch_size * recipe.train.grad_accumulation * world
         steps = ceil(len(train_rows) * (recipe.train.epochs or 1) / batch)
-    return Loaded(tokenizer, model, train_rows, eval_rows, steps)
+    return Loaded(tokenizer, model, train_rows, eval_rows, steps, offloaded)
+
+
+def _load_model(
+    recipe: Recipe, is_dry: bool, console: Console, held: ExitStack
+) -> tuple[nn.Module, Offloaded | None]:
+    """The model, and what serves its experts if they stay on disk; a dry run has neither weights nor readers."""
+    device = PartialState().device.type
+    if not recipe.model.experts_offload:
+        return load_skeleton(recipe) if is_dry else load_model(recipe), None
+    if is_dry:
+        show_offload(console, plan_offloaded(recipe, device))
+        return load_skeleton(recipe), None
+    offloaded = held.enter_context(load_offloaded(recipe, device))
+    show_offload(console, offloaded.plan)
+    return offloaded.model, offloaded
 
 
 def _load_data(recipe: Recipe, tokenizer: Any, console: Console) -> tuple[list[Row], list[Row]]:
@@ -208,6 +243,7 @@ def _train(
             recipe.coop,
             progress.say,
             is_main,
+            scheduler=loaded.offloaded.scheduler if loaded.offloaded else None,
             log=lambda values, step: metrics.append({"step": step, **values}),
             is_detailed=recipe.logging.wandb.detailed,
         )

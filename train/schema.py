@@ -274,6 +274,10 @@ class Recipe(Section):
             raise ValueError("model.experts_offload: needs tune.method=lora: offloaded experts are read-only")
         if self.model.experts_offload and self.model.experts not in ("auto", "coop"):
             raise ValueError("model.experts: must be auto or coop with model.experts_offload")
+        if self.model.experts == "coop" and self.tune.method == "full" and "experts" in self.tune.groups:
+            raise ValueError(
+                "model.experts: coop trains adapters on frozen experts; use auto with tune.method=full"
+            )
         if self.data.eval is None:
             if self.coop.profile.enabled and self.coop.profile.refresh_rows:
                 raise ValueError(

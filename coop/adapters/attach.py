@@ -300,7 +300,7 @@ def _hand_over(
     forecast = Forecast.of(store.geometry, plan.strategy)
     scheduler = Scheduler(
         experts,
-        _tiered(store, device, plan, forecast),
+        tiered(store, device, plan, forecast),
         budget_bytes=plan.budget_bytes,
         strategy=plan.strategy,
         ring_bytes=plan.ring_bytes,
@@ -325,7 +325,7 @@ def _hand_over(
     return scheduler
 
 
-def _tiered(store: ExpertStore, device: Device, plan: Plan, forecast: Forecast) -> Store:
+def tiered(store: ExpertStore, device: Device, plan: Plan, forecast: Forecast) -> Store:
     """The store itself where its reads end in a slot, or behind pinned RAM where they are copied once more."""
     if device.memory is Memory.HOST:
         return store

@@ -220,7 +220,9 @@ def build_on_meta(config: Any) -> nn.Module:
         ) from exc
 
 
-def load_without_experts(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+def load_without_experts(
+    folder: Path, config: Any, dtype: torch.dtype, attention: str | None = None
+) -> nn.Module:
     """The model of a Hub-layout folder with dense weights loaded and expert weights absent.
 
     transformers loads it: conversion, tying, buffers and generation config are its own. Keys of expert
@@ -235,6 +237,7 @@ def load_without_experts(folder: Path, config: Any, dtype: torch.dtype) -> nn.Mo
             config=config,
             dtype=dtype,
             experts_implementation=IMPLEMENTATION,
+            attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
