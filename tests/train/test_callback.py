@@ -39,6 +39,7 @@ pytestmark = [
 DROPOUT = ("tune.groups=[attention]", "tune.lora.dropout=0.2")
 ACCUMULATED = ("train.grad_accumulation=3", "train.batch_size=1")
 CHECKPOINTED = ("train.activation_checkpointing=true",)
+OFFLOADED = ("model.experts_offload=true", "model.experts_budget=50%")
 BF16 = ("model.dtype=bfloat16",)
 FULL = ("tune.method=full", "tune.groups=[attention,experts,router,other]")
 
@@ -83,8 +84,9 @@ def assert_same_weights(mine: dict[str, Tensor], other: dict[str, Tensor]) -> No
         (*DROPOUT, *ACCUMULATED),
         (*BF16, *ACCUMULATED, *CHECKPOINTED),
         (*BF16, *FULL),
+        OFFLOADED,
     ],
-    ids=["dropout", "checkpointing", "accumulation", "bf16", "full"],
+    ids=["dropout", "checkpointing", "accumulation", "bf16", "full", "offloaded"],
 )
 def test_losses_weights_and_random_state_are_bit_identical_with_and_without_the_callback(
     tmp_path: Path, overrides: tuple[str, ...]
@@ -98,13 +100,15 @@ def test_losses_weights_and_random_state_are_bit_identical_with_and_without_the_
     assert losses(watched) == losses(plain)
     assert_same_weights(weights(watched), weights(plain))
     assert random_states() == after_watched
-    assert Profile.load(watched).warmups >= 2 and not (plain / "coop_profile.safetensors").exists()
+    profile = Profile.load(watched)
+    assert np.isnan(profile.load_ms).all() != (overrides is OFFLOADED)
+    assert profile.warmups >= 2 and not (plain / "coop_profile.safetensors").exists()
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), CHECKPOINTED, ACCUMULATED, (*BF16, *ACCUMULATED, *CHECKPOINTED), FULL],
-    ids=["padded", "checkpointing", "accumulation", "bf16", "full"],
+    [(), CHECKPOINTED, ACCUMULATED, (*BF16, *ACCUMULATED, *CHECKPOINTED), FULL, (*OFFLOADED, *CHECKPOINTED)],
+    ids=["padded", "checkpointing", "accumulation", "bf16", "full", "offloaded"],
 )
 def test_training_counts_equal_an_independent_recount(
     tmp_path: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
