@@ -235,18 +235,7 @@ def _train(
         else Metrics(Path(os.devnull))
     )
     progress = ProgressCallback(console, metrics)
-    coop = None
-    if recipe.coop.profile.enabled:
-        coop = CoopCallback(
-            loaded.model,
-            loaded.tokenizer,
-            recipe.coop,
-            progress.say,
-            is_main,
-            scheduler=loaded.offloaded.scheduler if loaded.offloaded else None,
-            log=lambda values, step: metrics.append({"step": step, **values}),
-            is_detailed=recipe.logging.wandb.detailed,
-        )
+    coop = _build_callback(recipe, loaded, metrics, progress, is_main)
     try:
         trainer = _build_trainer(recipe, loaded, coop, digest, [progress])
         if point is not None:
@@ -276,6 +265,23 @@ def _train(
         tracking.close()
         if coop is not None:
             coop.close()
+
+
+def _build_callback(
+    recipe: Recipe, loaded: Loaded, metrics: Metrics, progress: ProgressCallback, is_main: bool
+) -> CoopCallback | None:
+    if not recipe.coop.profile.enabled:
+        return None
+    return CoopCallback(
+        loaded.model,
+        loaded.tokenizer,
+        recipe.coop,
+        progress.say,
+        is_main,
+        scheduler=loaded.offloaded.scheduler if loaded.offloaded else None,
+        log=lambda values, step: metrics.append({"step": step, **values}),
+        is_detailed=recipe.logging.wandb.detailed,
+    )
 
 
 def _build_trainer(
