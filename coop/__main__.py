@@ -16,7 +16,7 @@ COMMANDS = {
         "train.finetune",
         "fine-tune from a recipe, one process (several: accelerate launch train/finetune.py)",
     ),
-    "profile": ("coop.profile", "show and plot the expert profile in a checkpoint"),
+    "profile": ("coop.profile", "show, merge and compare expert profiles, and say whether one has drifted"),
     "pack": ("coop.pack", "rewrite a checkpoint so that each expert is one read, quantised if wanted"),
     "generate": ("infer.generate", "generate text with part of the experts in memory"),
     "bench": ("infer.bench", "measure speed against memory, beside what people use today"),

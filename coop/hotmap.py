@@ -63,16 +63,15 @@ class HotMap:
 
     Args:
         num_layers, num_experts, top_k: of the model; layers with fewer experts leave columns at zero.
-        device: where the routing arrives; counting stays there.
+
+    Counting happens where the routing arrives: the counters move there with the first pass.
     """
 
-    def __init__(
-        self, num_layers: int, num_experts: int, top_k: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, num_layers: int, num_experts: int, top_k: int) -> None:
         dense = num_experts if num_experts <= MAX_DENSE_EXPERTS else 0
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype)
 
         self.num_layers, self.num_experts, self.top_k = num_layers, num_experts, top_k
         self._counts = zeros(2, num_layers, num_experts)  # prompt, answer
@@ -89,6 +88,8 @@ class HotMap:
         """Add one forward pass. Sums stay below 2**24 per pass, so float32 products are exact."""
         assert batch.indices.shape[0] == self.num_layers and batch.indices.shape[2] == self.top_k
         assert batch.kinds.numel() < 2**24
+        if self._counts.device != batch.indices.device:
+            self._move(batch.indices.device)
         with torch.autocast(batch.indices.device.type, enabled=False):
             kinds = torch.stack([batch.kinds == PROMPT, batch.kinds == ANSWER]).float()  # [2, tokens]
             counts = self._record_layers(batch, kinds)  # [2, layers, experts]
@@ -99,6 +100,12 @@ class HotMap:
         self._recent += counts[1]
         self._record_rows(counts.sum(dim=0))
         self._record_sample(batch)
+
+    def _move(self, device: torch.device) -> None:
+        for name in ("_counts", "_tokens", "_recent", "_same", "_next", "_rows_max"):
+            setattr(self, name, getattr(self, name).to(device))
+        self._rows = deque((rows.to(device) for rows in self._rows), maxlen=ROWS_WINDOW_CALLS)
+        self._sample = deque((indices.to(device), keep.to(device)) for indices, keep in self._sample)
 
     def _record_layers(self, batch: RoutedBatch, kinds: Tensor) -> Tensor:
         is_real = kinds.sum(dim=0)  # [tokens]

@@ -22,7 +22,8 @@ from coop.errors import ProfileError
 from coop.files import contained_file, parse_json, write_atomic
 
 PROFILE_NAME = "coop_profile.safetensors"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 knew neither load times nor where the next warm-up goes on; it is read without them
+READ_VERSIONS = (1, 2)
 MAX_FILE_BYTES = 64 * 2**20
 MAX_HEADER_BYTES = 2**20
 MAX_DENSE_EXPERTS = 256  # above this the transition tables would not fit the file; they are left empty
@@ -70,7 +71,20 @@ _SCHEMA: dict[str, tuple[type, tuple[str | int, ...]]] = {
     "sample": (np.uint16, ("T", "L", "K")),
     "row_counts": (np.int32, ("R",)),
     "compute_ms": (np.float32, ("L", "E", "R")),
+    "load_ms": (np.float32, ("L",)),
 }
+_FACT_TYPES: dict[str, Any] = {
+    "is_refreshed": bool,
+    "fingerprint": str,
+    "warmup_seconds": (int, float),
+    "train_seconds": (int, float),
+    "identity": dict,
+}
+_NEW_FACTS: dict[str, Any] = {
+    "warmups": 0,
+    "warmup_next": 0,
+    "train_seconds": 0.0,
+}  # what version 1 did not say
 _COUNTS = (
     ("hot_prompt", "tokens_prompt"),
     ("hot_answer", "tokens_answer"),
@@ -93,7 +107,10 @@ class Profile:
     rows: int32 [layers, 3], rows per used expert per call: median, 95th percentile, maximum.
     sample: uint16 [tokens, layers, top_k], consecutive tokens as they were routed.
     row_counts: int32 [r], and compute_ms: float32 [layers, experts, r], NaN where not measured, on the
-        hardware named by `fingerprint`; warmup_seconds is what measuring has cost in total.
+        hardware named by `fingerprint`.
+    load_ms: float32 [layers], one expert from disk while training, NaN where experts were not loaded.
+    warmups, warmup_seconds: how often experts were timed, and what that has cost in total, beside the
+        train_seconds of all steps; warmup_next: index into the warm-up's order where the next one goes on.
     Raises ProfileError naming the field.
     """
 
@@ -115,8 +132,12 @@ class Profile:
     sample: NDArray[np.uint16]
     row_counts: NDArray[np.int32]
     compute_ms: NDArray[np.float32]
+    load_ms: NDArray[np.float32]
     fingerprint: str
+    warmups: int
     warmup_seconds: float
+    warmup_next: int
+    train_seconds: float
 
     def __post_init__(self) -> None:
         _check_identity(self.identity)
@@ -150,8 +171,8 @@ class Profile:
             if all(pair) and pair[0] != pair[1]:
                 raise ProfileError(f"{what} differ")
 
-    def save(self, folder: Path) -> Path:
-        """Write the profile into `folder`, replacing the old one atomically; returns the file."""
+    def save(self, path: Path) -> Path:
+        """Write the profile into the folder `path`, or as that file, replacing an old one at once; returns the file."""
         from safetensors.numpy import save
 
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _SCHEMA}
@@ -160,8 +181,9 @@ class Profile:
         data = save(arrays, metadata={_METADATA_KEY: json.dumps(facts, sort_keys=True, allow_nan=False)})
         if len(data) > MAX_FILE_BYTES:
             raise ProfileError(f"{len(data)} bytes, more than the limit of {MAX_FILE_BYTES}")
-        write_atomic(folder / PROFILE_NAME, data)
-        return folder / PROFILE_NAME
+        file = path / PROFILE_NAME if path.is_dir() else path
+        write_atomic(file, data)
+        return file
 
     @staticmethod
     def load(path: Path) -> Profile:
@@ -206,13 +228,16 @@ def _parse(data: bytes) -> Profile:
         arrays = load(data)
     except (SafetensorError, KeyError, TypeError, ValueError) as exc:
         raise ProfileError(f"not a safetensors file: {exc}"[:300]) from exc
-    _expect_names("arrays", arrays, _SCHEMA)
     identity = _parse_identity(facts.pop("identity"))
+    if facts.pop("schema") == 1:
+        _expect_names("arrays", arrays, [name for name in _SCHEMA if name != "load_ms"])
+        arrays["load_ms"] = np.full(len(identity.layers), np.nan, dtype=np.float32)
+    _expect_names("arrays", arrays, _SCHEMA)
     return Profile(identity=identity, **facts, **arrays)
 
 
 def _parse_facts(data: bytes) -> dict[str, Any]:
-    """The JSON of the header's metadata, with exactly the expected keys and simple types; without `schema`."""
+    """The JSON of the header's metadata, with exactly the expected keys and simple types, and `schema`."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(len(data) - 8, MAX_HEADER_BYTES):
         raise ProfileError("not a safetensors file: the header is cut short or too long")
@@ -224,22 +249,19 @@ def _parse_facts(data: bytes) -> dict[str, Any]:
     facts = parse_json(text.encode("utf-8", "surrogatepass"), ProfileError, MAX_HEADER_BYTES)
     if not isinstance(facts, dict):
         raise ProfileError("not a coop profile: its metadata is not an object")
-    version = facts.pop("schema", None)
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise ProfileError(f"schema version {_clip(version)}; this coop reads version {SCHEMA_VERSION}")
-    _expect_names("facts", facts, ["identity", *_scalar_fields()])
-    kinds: dict[str, Any] = {
-        "is_refreshed": bool,
-        "fingerprint": str,
-        "warmup_seconds": (int, float),
-        "identity": dict,
-    }
+    version = facts.get("schema")
+    if type(version) is not int or version not in READ_VERSIONS:
+        raise ProfileError(f"schema version {_clip(version)}; this coop reads versions 1 and 2")
+    new = _NEW_FACTS if version == 1 else {}
+    _expect_names("facts", facts, {"schema", "identity", *_scalar_fields()} - set(new))
+    facts |= new
     for name, value in facts.items():
-        _expect_type(name, value, kinds.get(name, int))
-    try:
-        facts["warmup_seconds"] = float(facts["warmup_seconds"])
-    except OverflowError as exc:
-        raise ProfileError(f"warmup_seconds is {_clip(facts['warmup_seconds'])}") from exc
+        _expect_type(name, value, _FACT_TYPES.get(name, int))
+    for name in ("warmup_seconds", "train_seconds"):
+        try:
+            facts[name] = float(facts[name])
+        except OverflowError as exc:
+            raise ProfileError(f"{name} is {_clip(facts[name])}") from exc
     return facts
 
 
@@ -334,8 +356,12 @@ def _check_values(profile: Profile) -> None:
     _expect_plain("fingerprint", profile.fingerprint)
     if not 0 <= profile.step <= _MAX_TOKENS:
         raise ProfileError(f"step is {_clip(profile.step)}, not 0 to {_MAX_TOKENS}")
-    if not (np.isfinite(profile.warmup_seconds) and profile.warmup_seconds >= 0):
-        raise ProfileError(f"warmup_seconds is {profile.warmup_seconds}")
+    for name in ("warmups", "warmup_next"):
+        if not 0 <= getattr(profile, name) <= _MAX_TOKENS:
+            raise ProfileError(f"{name} is {_clip(getattr(profile, name))}, not 0 to {_MAX_TOKENS}")
+    for name in ("warmup_seconds", "train_seconds"):
+        if not (np.isfinite(getattr(profile, name)) and getattr(profile, name) >= 0):
+            raise ProfileError(f"{name} is {getattr(profile, name)}")
     if not np.isfinite(profile.recent_answer).all() or (profile.recent_answer < 0).any():
         raise ProfileError("recent_answer has a value that is not a count")
     for name in ("same_layer", "next_layer", "rows"):
@@ -349,16 +375,18 @@ def _check_values(profile: Profile) -> None:
         )
     if (profile.row_counts < 1).any() or (np.diff(profile.row_counts) <= 0).any():
         raise ProfileError("row_counts must be positive and rising")
-    measured = profile.compute_ms[~np.isnan(profile.compute_ms)]
-    if not np.isfinite(measured).all() or (measured < 0).any():
-        raise ProfileError("compute_ms has a value that is not a time")
+    for name in ("compute_ms", "load_ms"):
+        times = getattr(profile, name)
+        measured = times[~np.isnan(times)]
+        if not np.isfinite(measured).all() or (measured < 0).any():
+            raise ProfileError(f"{name} has a value that is not a time")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m coop.profile DIR [--plot FILE.png] [--json]`."""
-    from coop.profile_report import main as report
+    """`python -m coop.profile DIR [--plot FILE.png] [--json]`, or one of its sub-commands."""
+    from coop.profile_commands import main as command
 
-    return report(argv)
+    return command(argv)
 
 
 if __name__ == "__main__":

@@ -1,58 +1,21 @@
 """Profile report: a profile as a table, as JSON and as a picture.
 
-Owns nothing; promises that every number shown is computed from the profile's own counts. `python -m coop.profile`
-runs it, and training draws its heat maps into the report of a run.
+Owns nothing; promises that every number shown is computed from the profile's own counts. `coop.profile_commands`
+prints it, and training draws its heat maps into the report of a run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coop.errors import CoopError, RequestError
+from coop.errors import RequestError
 from coop.profile import Profile
 
 PICTURE_ENDINGS = (".png", ".jpg", ".pdf", ".svg")
-_BROKEN_PIPE = 141  # what a shell shows for a program that SIGPIPE ended
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m coop.profile", description="Show the expert profile of a checkpoint."
-    )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="checkpoint folder, or the profile file itself")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="write a heat map of layers x experts")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    args = parser.parse_args(argv)
-    try:
-        if args.plot:
-            check_picture(args.plot)
-        profile = Profile.load(args.dir)
-        text = json.dumps(summarise(profile), indent=1, allow_nan=False) if args.json else render(profile)
-        print(text, flush=True)
-        if args.plot:
-            plot(profile, args.plot)
-            print(f"heat map: {args.plot}", file=sys.stderr)
-    except CoopError as exc:
-        print(exc, file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # the reader has gone; what is left in the buffer must not be tried again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
-    except OSError as exc:
-        print(f"{exc.filename or 'output'}: {exc.strerror or exc}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def check_picture(path: Path) -> None:
@@ -196,7 +159,9 @@ def draw_heatmaps(profile: Profile, axes: Any) -> None:
         ("prompt", profile.hot_prompt, profile.tokens_prompt),
     ]
     shares = [counts / np.maximum(1, counts.sum(axis=1, keepdims=True)) for _, counts, _ in maps]
-    top = max(float(share.max()) for share in shares) or 1.0
+    # a few experts of extreme use must not darken all the others
+    top = max(float(np.percentile(share, 99.5)) for share in shares)
+    top = top or max(float(share.max()) for share in shares) or 1.0
     for ax, (name, _, tokens), share in zip(axes, maps, shares, strict=True):
         image = ax.imshow(share, aspect="auto", cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
         ax.set_title(f"{name} tokens ({tokens:,} seen)")
@@ -204,5 +169,11 @@ def draw_heatmaps(profile: Profile, axes: Any) -> None:
         ax.set_ylabel("MoE layer")
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.yaxis.get_major_locator().set_params(integer=True)
-    bar = axes[-1].figure.colorbar(image, ax=list(axes), format=lambda value, _: f"{100 * value:.0f}%")
+    has_more = any(share.max() > top for share in shares)
+    bar = axes[-1].figure.colorbar(
+        image,
+        ax=list(axes),
+        format=lambda value, _: f"{100 * value:.3g}%",
+        extend="max" if has_more else "neither",
+    )
     bar.set_label(f"share of uses (even: {100 / profile.identity.num_experts:.1f}%)")

@@ -302,17 +302,22 @@ class Scheduler:
 
     @torch.no_grad()
     def warmup(
-        self, row_counts: Sequence[int] = (1, 8, 64), repeats: int = 3, max_seconds: float = 5.0
+        self,
+        row_counts: Sequence[int] = (1, 8, 64),
+        repeats: int = 3,
+        max_seconds: float = 5.0,
+        experts: Sequence[ExpertId] | None = None,
     ) -> WarmupReport:
         """Run one virtual CTU for every expert and row count, and keep the fastest of `repeats` each.
 
-        Rows are ones, so no random state is touched. Stops at `max_seconds`, whole experts only.
+        Rows are ones, so no random state is touched. Stops at `max_seconds`, whole experts only. `experts` in
+        that order, or all of them.
         """
         began = time.perf_counter()
         width = max(layer.num_experts for layer in self.geometry)
         compute_ms = np.full((len(self.geometry), width, len(row_counts)), np.nan, dtype=np.float32)
         done = 0
-        for expert in self._all_experts():
+        for expert in self._all_experts() if experts is None else experts:
             if time.perf_counter() - began > max_seconds:
                 break
             self._time_expert(expert, row_counts, repeats, compute_ms)

@@ -6,8 +6,6 @@ answer is then of no meaning: only counts and clocks are. Called by `infer.arms`
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coop.errors import DataError
+from coop.routes import Routes
 
 if TYPE_CHECKING:
     import torch
-
-UNREADABLE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)  # what numpy raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +31,10 @@ class Trace:
     def load(cls, path: Path) -> Trace:
         """Read `ids` and `n_experts` from an .npz file. DataError says what is wrong with it."""
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                ids, num_experts = arrays["ids"], int(arrays["n_experts"])
-        except UNREADABLE as exc:
-            raise DataError(
-                f"--replay {path}: not an .npz trace with ids [tokens, layers, k] and n_experts"
-            ) from exc
-        except OSError as exc:
-            raise DataError(f"--replay {path}: {exc.strerror or 'cannot be read'}") from exc
-        if ids.ndim != 3 or 0 in ids.shape or ids.dtype.kind not in "iu":
-            raise DataError(f"--replay {path}: ids are not whole numbers [tokens, layers, k]")
-        if not 0 <= int(ids.min()) <= int(ids.max()) < num_experts:
-            raise DataError(f"--replay {path}: ids outside 0 to {num_experts - 1}")
-        return cls(ids.astype(np.int64), num_experts)
+            routes = Routes.load(path)
+        except DataError as exc:
+            raise DataError(f"--replay {exc}") from exc
+        return cls(routes.ids, routes.num_experts)
 
     def layer_for(self, layer: int, num_layers: int) -> int:
         """The traced layer that the model's `layer` is routed by: first by first, last by last, even between."""

@@ -1,7 +1,7 @@
 """CoopCallback: watches a training run and writes what it learned into its checkpoints.
 
-Owns the recorder, the hot map and the warm-up timings of one run; promises that losses, weights and random
-state are the same with and without it. Trainer calls it on its events, `train.trainer` when it saves.
+Owns the recorder, the hot map and the warm-up of one run; promises that losses, weights and random state are the
+same with and without it. Trainer calls it on its events, `train.trainer` when it saves.
 """
 
 from __future__ import annotations
@@ -24,20 +24,26 @@ from coop.hotmap import HotCounts, HotMap, RoutedBatch
 from coop.profile import Profile, ProfileIdentity, adapter_digest
 from coop.scheduler import Scheduler
 from coop.topology import hardware_fingerprint
+from train.expert_scalars import ExpertScalars
 from train.schema import CoopSection
+from train.warmup import Warmup
 
 Reduce = Callable[[Tensor], Any]
+Log = Callable[[dict[str, float], int], None]
 
 
 class CoopCallback(TrainerCallback):
-    """Counts routing in training mode, times every expert now and then, and builds the profile.
+    """Counts routing in training mode, times experts now and then, and builds the profile.
 
     Args:
         model: the model that Trainer calls, PEFT wrapper included.
         tokenizer: for the identity of the profile.
         settings: the `coop` section of the recipe.
         say: gets one line for each warm-up.
-        is_main: whether this process runs warm-ups and carries restored counts.
+        is_main: whether this process runs warm-ups, logs and carries restored counts.
+        scheduler: who serves experts whose weights do not lie in the model; None: they lie there.
+        log: gets scalars and their step.
+        is_detailed: whether scalars of every layer are among them.
     """
 
     def __init__(
@@ -47,17 +53,29 @@ class CoopCallback(TrainerCallback):
         settings: CoopSection,
         say: Callable[[str], None] = lambda line: None,
         is_main: bool = True,
+        scheduler: Scheduler | None = None,
+        log: Log = lambda values, step: None,
+        is_detailed: bool = False,
     ) -> None:
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
-        self._say, self._is_main = say, is_main
+        self._is_main, self._scheduler, self._log = is_main, scheduler, log
         self._experts = find_experts(model)
         self._hotmap = self._new_hotmap()
         self._recorder: Recorder | None = None
-        shape = (len(self._experts), self._num_experts, len(settings.warmup.row_counts))
-        self._compute_ms: NDArray[np.float32] = np.full(shape, np.nan, dtype=np.float32)
-        self.warmup_seconds = 0.0
-        self.warmups = 0
-        self.counting_seconds = 0.0
+        self.warmup = Warmup(settings.warmup, self._experts, scheduler, say)
+        self._scalars = ExpertScalars(is_detailed)
+        self._began_step = 0.0
+        self.train_seconds = 0.0  # of all steps, those before a resume included
+        self.counting_seconds = 0.0  # in this process, logging included
+
+    def cost(self) -> dict[str, float]:
+        """What all of this has cost: warm-ups of the whole run beside its steps, and counting in this process."""
+        return {
+            "warmups": self.warmup.count,
+            "warmup_seconds": round(self.warmup.seconds, 3),
+            "counting_seconds": round(self.counting_seconds, 3),
+            "train_seconds": round(self.train_seconds, 3),
+        }
 
     # what Trainer calls
 
@@ -66,22 +84,34 @@ class CoopCallback(TrainerCallback):
     ) -> None:
         """Begin to watch."""
         self._recorder = Recorder(self._model, self._count)
+        if self._is_main:
+            self.warmup.at_start(state.global_step)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self._began_step = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Run the warm-up when it is due."""
-        every = self._settings.warmup.every_steps
+        """Stop the clock; run the warm-up and log where they are due."""
+        self.train_seconds += time.perf_counter() - self._began_step
+        if not self._is_main:
+            return
+        self.warmup.at_step(state.global_step, self.train_seconds)
+        every = self._settings.profile.log_every_steps
         if every and state.global_step % every == 0:
-            self._warm_up(state.global_step)
+            self._log_scalars(state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop watching; a run shorter than the warm-up interval is warmed up here, so that it has timings."""
+        """Stop watching; time what no warm-up has reached yet."""
         self.close()
-        if self._settings.warmup.every_steps and not self.warmups:
-            self._warm_up(state.global_step)
+        if self._is_main:
+            self.warmup.at_end(state.global_step, self.train_seconds)
 
     def close(self) -> None:
         """Put the experts implementation back; safe to call again."""
@@ -97,19 +127,16 @@ class CoopCallback(TrainerCallback):
         profile.check(replace(self._identity(folder), router_digest="", adapter_digest=""))
         if self._is_main:
             self._hotmap.restore(profile)
-        if (
-            profile.fingerprint == hardware_fingerprint()
-            and profile.compute_ms.shape == self._compute_ms.shape
-        ):
-            self._compute_ms = profile.compute_ms.copy()
-        self.warmup_seconds = profile.warmup_seconds
+        self.warmup.restore(profile, profile.fingerprint == hardware_fingerprint())
+        self.train_seconds = profile.train_seconds
 
     def build_profile(self, folder: Path, step: int, reduce: Reduce) -> Profile:
         """The profile of the weights that were just saved in `folder`; every process calls it together."""
-        counts = self._hotmap.read(reduce)
-        row_counts = np.array(self._settings.warmup.row_counts, dtype=np.int32)
+        return self._profile_of(self._hotmap.read(reduce), self._identity(folder), step)
+
+    def _profile_of(self, counts: HotCounts, identity: ProfileIdentity, step: int) -> Profile:
         return Profile(
-            identity=self._identity(folder),
+            identity=identity,
             step=step,
             is_refreshed=False,
             **_hot(counts),
@@ -122,10 +149,14 @@ class CoopCallback(TrainerCallback):
             next_layer=counts.next_layer,
             rows=counts.rows,
             sample=counts.sample,
-            row_counts=row_counts,
-            compute_ms=self._compute_ms,
+            row_counts=np.array(self._settings.warmup.row_counts, dtype=np.int32),
+            compute_ms=self.warmup.compute_ms,
+            load_ms=self._load_ms(),
             fingerprint=hardware_fingerprint(),
-            warmup_seconds=self.warmup_seconds,
+            warmups=self.warmup.count,
+            warmup_seconds=self.warmup.seconds,
+            warmup_next=self.warmup.next,
+            train_seconds=self.train_seconds,
         )
 
     def refresh(self, profile: Profile, batches: Iterable[dict[str, Tensor]], reduce: Reduce) -> Profile:
@@ -154,8 +185,7 @@ class CoopCallback(TrainerCallback):
         return max(entry.num_experts for entry in self._experts)
 
     def _new_hotmap(self) -> HotMap:
-        device = next(self._experts[0].module.parameters()).device
-        return HotMap(len(self._experts), self._num_experts, self._experts[0].top_k, device)
+        return HotMap(len(self._experts), self._num_experts, self._experts[0].top_k)
 
     def _count(self, batch: RoutedBatch) -> None:
         if not batch.is_training:
@@ -164,22 +194,31 @@ class CoopCallback(TrainerCallback):
         self._hotmap.record(batch)
         self.counting_seconds += time.perf_counter() - began
 
-    def _warm_up(self, step: int) -> None:
-        if not self._is_main:
-            return
-        warmup = self._settings.warmup
-        report = Scheduler.for_modules(self._experts).warmup(
-            warmup.row_counts, warmup.repeats, warmup.max_seconds
-        )
-        self._compute_ms = np.fmin(self._compute_ms, report.compute_ms)  # the fastest counts; NaN yields
-        self.warmup_seconds += report.seconds
-        self.warmups += 1
-        total = sum(entry.num_experts for entry in self._experts)
-        median = float(np.nanmedian(report.compute_ms[..., 0])) if report.experts_done else float("nan")
-        self._say(
-            f"warm-up at step {step}: {report.experts_done} of {total} experts in {report.seconds:.2f} s, "
-            f"{median:.3f} ms each at {warmup.row_counts[0]} row"
-        )
+    def _log_scalars(self, step: int) -> None:
+        """Of this process's own tokens: a sum over processes would make all of them wait."""
+        began = time.perf_counter()
+        counts = self._hotmap.read()
+        if counts.tokens_prompt + counts.tokens_answer:
+            # nobody checks the identity of a profile that is not saved: its digests stay unknown
+            identity = ProfileIdentity(
+                architecture=type(self._model).__name__,
+                layers=tuple(entry.name for entry in self._experts),
+                num_experts=self._num_experts,
+                top_k=self._experts[0].top_k,
+                router_digest="",
+                adapter_digest="",
+                tokenizer_digest="",
+            )
+            values = self._scalars.take(self._profile_of(counts, identity, step))
+            self._log(values, step)
+        self.counting_seconds += time.perf_counter() - began
+
+    def _load_ms(self) -> NDArray[np.float32]:
+        """What one expert of each layer took from disk, NaN where none was loaded."""
+        if self._scheduler is None:
+            return np.full(len(self._experts), np.nan, dtype=np.float32)
+        measured = np.array([row["load_ms"] for row in self._scheduler.calendar.table()], dtype=np.float32)
+        return np.where(measured > 0, measured, np.float32(np.nan))
 
     def _identity(self, folder: Path) -> ProfileIdentity:
         """Identity of the weights in `folder`. A tuned router under LoRA is covered by the adapter's digest."""

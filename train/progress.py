@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from coop.errors import CoopError, SaveError
 from coop.files import write_atomic
 from train.checkpoint import describe_newest, saving
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -40,13 +46,20 @@ class Metrics:
 
     Args:
         path: the file; records after `resume_step` are dropped from it, because they are about to be made again.
+        follower: gets every record that is appended, after it was written.
         is_patient: records that the disk has no room for wait for the next one instead of stopping the run.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0, is_patient: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int = 0,
+        follower: Callable[[dict[str, Any]], None] = lambda record: None,
+        is_patient: bool = False,
+    ) -> None:
         kept = [r for r in read_metrics(path) if r["step"] <= resume_step] if resume_step else []
         self.records: list[dict[str, Any]] = kept
-        self._path, self._is_patient = path, is_patient
+        self._path, self._follower, self._is_patient = path, follower, is_patient
         self._unwritten = ""
         with saving(path.parent, path):
             if kept:
@@ -68,6 +81,7 @@ class Metrics:
                 raise
         else:
             self._unwritten = ""
+        self._follower(record)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -178,7 +192,7 @@ class ProgressCallback(TrainerCallback):
 
     def say(self, line: str) -> None:
         """Print a line above the live one."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, line)
 
     def close(self) -> None:
         """Close the live line; safe to call again."""

@@ -1,66 +1,65 @@
-"""Report: what a finished run came to, as a picture, a JSON file and lines for the terminal.
+"""Report: what a finished run came to, as a picture, a page, a model card and lines for the terminal.
 
-Owns nothing; promises that every number comes from the run's own metrics and profile. `train.finetune` calls it last.
+Owns nothing; promises that every number comes from the run's own metrics and profile. `train.run` calls it last.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from coop.files import write_atomic
 from coop.profile import Profile
-from coop.profile_report import draw_heatmaps, half_coverage, layer_balance
+from train.expert_scalars import balance_scalars, hit_rate_scalars
+from train.page import render_page
+from train.pictures import run_pictures
+from train.schema import Recipe
 
 
-def draw_report(records: list[dict[str, Any]], profile: Profile | None, path: Path) -> None:
-    """Write a PNG: the loss curve, and the heat maps of the profile below it if there is one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished run: what its report is made of. `opening`: what it showed before its first step."""
 
-    figure = Figure(figsize=(10, 8.5 if profile else 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    if profile is None:
-        _draw_losses(records, figure.add_subplot())
-    else:
-        halves: Any = figure.subfigures(2, 1, height_ratios=(1, 1.2))
-        top, bottom = halves
-        _draw_losses(records, top.subplots())
-        draw_heatmaps(profile, bottom.subplots(1, 2))
-    figure.savefig(path, dpi=120)
+    recipe: Recipe
+    summary: dict[str, Any]
+    records: list[dict[str, Any]]
+    profile: Profile | None
+    opening: str
 
 
-def _draw_losses(records: list[dict[str, Any]], ax: Any) -> None:
-    for name, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o--")):
-        points = [(record["step"], record[name]) for record in records if name in record]
-        if points:
-            ax.plot(*zip(*points, strict=True), style, label=label, markersize=5, linewidth=1.4)
-    ax.set_title("loss on the assistant's tokens")
-    ax.set_xlabel("step")
-    ax.set_ylabel("cross-entropy, nats per token")
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.grid(alpha=0.3)
-    if ax.lines:
-        ax.legend()
+def write_report(run: Finished, output: Path) -> dict[str, bytes]:
+    """Write report.png and report.html; returns the pictures by name."""
+    pictures = run_pictures(run.records, run.profile)
+    write_atomic(output / "report.png", pictures["report"])
+    closing = render_summary(run.summary, output)
+    page = render_page(run.recipe, run.summary, run.profile, pictures, run.opening, closing)
+    write_atomic(output / "report.html", page.encode("utf-8", "replace"))
+    return pictures
+
+
+def final_scalars(profile: Profile) -> dict[str, float]:
+    """Balance of the final profile, of answer tokens if there are any, and hit rates on its own routing sample.
+
+    A refreshed profile's sample is of held-out rows, and the memory is seeded from training rows: what the rates
+    say of text that was not seen.
+    """
+    counts = profile.hot_answer if profile.tokens_answer else profile.hot_prompt
+    seed = replace(
+        profile,
+        hot_prompt=profile.train_prompt,
+        hot_answer=profile.train_answer,
+        tokens_prompt=profile.train_tokens_prompt,
+        tokens_answer=profile.train_tokens_answer,
+    )
+    values = (balance_scalars(counts) if counts.any() else {}) | hit_rate_scalars(profile, seed)
+    return {name.replace("experts/", "final/"): value for name, value in values.items()}
 
 
 def eval_losses(records: list[dict[str, Any]]) -> tuple[float | None, float | None]:
     """The first and the last eval loss of a run, or None where there is none."""
     losses = [record["eval_loss"] for record in records if "eval_loss" in record]
     return (losses[0], losses[-1]) if losses else (None, None)
-
-
-def balance_scalars(profile: Profile) -> dict[str, float]:
-    """Expert balance over all layers, from the answer tokens, for the terminal and for W&B."""
-    layers = layer_balance(profile.hot_answer)
-    worst = [layer["max_over_mean"] for layer in layers]
-    return {
-        "experts/busiest_over_mean": float(np.max(worst)),
-        "experts/effective_mean": float(np.mean([layer["effective_experts"] for layer in layers])),
-        "experts/unused": float(sum(layer["unused"] for layer in layers)),
-        "experts/hottest_half_share": half_coverage(profile.hot_answer),
-    }
 
 
 def render_summary(summary: dict[str, Any], output: Path) -> str:
@@ -77,17 +76,31 @@ def render_summary(summary: dict[str, Any], output: Path) -> str:
         "time " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary["phases"].items())
     )
     if summary["profile"]:
-        balance = summary["balance"]
-        lines.append(
-            f"experts: busiest {balance['experts/busiest_over_mean']:.2f} x mean, "
-            f"{balance['experts/unused']:.0f} unused, hottest half takes "
-            f"{100 * balance['experts/hottest_half_share']:.1f}% of the uses"
-        )
-        cost = summary["profile_seconds"]
-        share = 100 * cost / summary["phases"]["training"]
-        lines.append(f"profile {summary['profile']}; it cost {cost:.2f} s, {share:.1f}% of training")
+        lines += _render_profile(summary)
     if summary["wandb"]:
         lines.append(f"W&B {summary['wandb']}")
-    lines.append(f"report {output / 'report.png'}")
+    lines.append(f"report {output / 'report.html'} and {output / 'report.png'}")
     lines.append(f'next: python -m infer.generate --ckpt {output} --budget 50% --prompt "..."')
     return "\n".join(lines)
+
+
+def _render_profile(summary: dict[str, Any]) -> list[str]:
+    final, cost = summary["final"], summary["profile_cost"]
+    lines = []
+    if "final/dead" in final:
+        lines.append(
+            f"experts: busiest {final['final/busiest_over_mean']:.2f} x mean, {final['final/dead']:.0f} dead, "
+            f"hottest half takes {100 * final['final/hottest_half_share']:.1f}% of the uses"
+        )
+    if "final/hit_rate_50" in final:
+        lines.append(
+            f"predicted hit rate {100 * final['final/hit_rate_25']:.1f}% with a quarter of the experts in memory, "
+            f"{100 * final['final/hit_rate_50']:.1f}% with half"
+        )
+    total = max(cost["train_seconds"], 1e-9)
+    lines.append(
+        f"profile {summary['profile']}; {cost['warmups']} warm-ups took {cost['warmup_seconds']:.2f} s, "
+        f"{100 * cost['warmup_seconds'] / total:.1f}% of training, "
+        f"counting and logging {cost['counting_seconds']:.2f} s, {100 * cost['counting_seconds'] / total:.1f}%"
+    )
+    return lines

@@ -147,7 +147,19 @@ class TrainSection(Section):
 class WarmupSection(Section):
     """The expert warm-up: one virtual task for every expert, timed, without touching the training."""
 
-    every_steps: Count = Field(default=100, description="run it every so many optimiser steps; 0: never")
+    every_steps: Count = Field(
+        default=100,
+        description="run it every so many optimiser steps, within `max_share`; what it has not reached by the end "
+        "is made up after the last step; 0: never",
+    )
+    at_start: bool = Field(
+        default=False,
+        description="also run it before the first step, within `max_seconds` alone; a resumed run that has every "
+        "timing goes without",
+    )
+    at_end: bool = Field(
+        default=False, description="also run it after the last step, within `max_seconds` alone"
+    )
     row_counts: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(min_length=1, max_length=16)] = (
         Field(default=[1, 8, 64], description="token rows of the virtual tasks, rising, at most 16")
     )
@@ -155,13 +167,23 @@ class WarmupSection(Section):
         default=3, description="runs of each task; the fastest of all warm-ups counts"
     )
     max_seconds: Annotated[float, Field(gt=0)] = Field(
-        default=5.0, description="a warm-up stops after this long"
+        default=5.0, description="a warm-up stops after this long; the next one goes on where it stopped"
+    )
+    max_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.02,
+        description="most that all warm-ups together may take of the training time so far; a scheduled one is "
+        "shortened or postponed to keep it",
+    )
+    layers: Literal["all"] | Annotated[list[Count], Field(min_length=1)] = Field(
+        default="all", description="all, or which MoE layers are timed, counted from 0, such as [0, 15]"
     )
 
     @model_validator(mode="after")
     def _check(self) -> WarmupSection:
         if sorted(set(self.row_counts)) != self.row_counts:
             raise ValueError("coop.warmup.row_counts: must rise, such as [1, 8, 64]")
+        if self.layers != "all" and sorted(set(self.layers)) != self.layers:
+            raise ValueError("coop.warmup.layers: must rise, such as [0, 15]")
         return self
 
 
@@ -174,6 +196,10 @@ class ProfileSection(Section):
     refresh_rows: Count = Field(
         default=64,
         description="held-out rows routed through the final weights for the final profile; 0: keep training counts",
+    )
+    log_every_steps: Count = Field(
+        default=50,
+        description="record expert balance and predicted hit rates every so many optimiser steps; 0: only at the end",
     )
 
 
@@ -241,7 +267,7 @@ class HubSection(Section):
 
 
 class WandbSection(Section):
-    """Tracking with W&B; a failure of it never stops a run."""
+    """Tracking with W&B; a failure of it never stops a run, and a resumed run goes on under the same id."""
 
     mode: Literal["offline", "online", "disabled"] = Field(
         default="offline", description="where the run is tracked"
@@ -249,6 +275,14 @@ class WandbSection(Section):
     project: str = Field(default="coop", description="W&B project")
     run_name: str | None = Field(
         default=None, description="name of the run; null: the name of the output folder"
+    )
+    group: str | None = Field(default=None, description="group that the run is shown in; null: none")
+    tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=32)] = Field(
+        default=[], description="tags of the run, at most 32"
+    )
+    detailed: bool = Field(
+        default=False,
+        description="also track the balance of every MoE layer; false: only numbers over all layers",
     )
 
 

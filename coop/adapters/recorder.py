@@ -112,7 +112,10 @@ class Recorder:
         if seen is None or tokens is None:
             return
         kinds, follows = tokens
-        layers = [torch.cat(seen[e.layer]) for e in self.experts if e.layer in seen]
+        # a model may lie on several devices; the counters are where the first layer is
+        device = next(iter(seen.values()))[0].device if seen else kinds.device
+        kinds, follows = kinds.to(device), follows.to(device)
+        layers = [torch.cat(seen[e.layer]).to(device) for e in self.experts if e.layer in seen]
         if len(layers) == len(self.experts) and all(len(layer) == len(kinds) for layer in layers):
             self._has_seen_a_pass = True
             self._report(RoutedBatch(torch.stack(layers), kinds, follows, model.training))

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ({"rows": np.array([[3, 2, 9]] * 3, np.int32)}, "rows must be ordered"),
         ({"recent_answer": np.full((3, 8), np.nan, np.float32)}, "recent_answer"),
         ({"compute_ms": np.full((3, 8, 2), np.inf, np.float32)}, "compute_ms"),
+        ({"load_ms": np.full(3, -1, np.float32)}, "load_ms has a value that is not a time"),
+        ({"warmups": -1}, "warmups is -1"),
+        ({"train_seconds": float("nan")}, "train_seconds"),
         ({"row_counts": np.array([8, 1], np.int32)}, "row_counts"),
         ({"sample": np.full((4, 3, 2), 8, np.uint16)}, "sample names expert 8 of 8"),
         ({"sample": np.zeros((3000, 3, 2), np.uint16)}, "3000 tokens, more than 2048"),
@@ -106,7 +110,10 @@ def set_key(key: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (set_key("schema", 2), "schema version 2; this coop reads version 1"),
+        (set_key("schema", 3), "schema version 3; this coop reads versions 1 and 2"),
+        (set_key("schema", 1), "'train_seconds' is not expected"),
+        (set_key("warmup_next", -1), "warmup_next is -1"),
+        (set_key("train_seconds", 10**400), "train_seconds is 10*$"),
         (set_key("schema", True), "schema version True"),
         (set_key("warmup_seconds", 10**400), "warmup_seconds is 10*$"),
         (
@@ -137,6 +144,21 @@ def test_hostile_metadata_is_refused(tmp_path: Path, change: Any, reason: str) -
         Profile.load(tmp_path)
 
 
+def test_profile_of_an_earlier_version_is_read_without_what_it_did_not_know(tmp_path: Path) -> None:
+    path = build_profile().save(tmp_path)
+
+    def age(facts: dict[str, Any]) -> None:
+        facts["schema"] = 1
+        for name in ("warmups", "warmup_next", "train_seconds"):
+            del facts[name]
+
+    rewrite(path, age, lambda arrays: arrays.pop("load_ms"))
+    old = Profile.load(path)
+    assert (old.warmups, old.warmup_next, old.train_seconds) == (0, 0, 0.0)
+    assert np.isnan(old.load_ms).all() and old.load_ms.shape == (3,)
+    np.testing.assert_array_equal(old.hot_answer, build_profile().hot_answer)
+
+
 def test_missing_and_extra_arrays_are_refused(tmp_path: Path) -> None:
     path = build_profile().save(tmp_path)
     original = path.read_bytes()
@@ -164,6 +186,40 @@ def test_damaged_bytes_end_in_a_profile_error_or_a_valid_profile(tmp_path: Path,
         Profile.load(path)
     except ProfileError as exc:
         assert PROFILE_NAME in str(exc)  # noqa: PT017 - a valid profile is an answer too
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_spliced_headers_and_lengths_never_raise_anything_else_nor_take_memory(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    path = build_profile(layers=2, experts=4).save(tmp_path)
+    content = bytearray(path.read_bytes())
+    header = int.from_bytes(content[:8], "little") + 8
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, header))
+        kind = data.draw(st.sampled_from(["digits", "insert", "move", "length"]))
+        if kind == "digits":
+            content[at : at + 1] = data.draw(
+                st.sampled_from([b"9" * 20, b"-", b"0", b"1e999", b"null", b"[", b'"'])
+            )
+        elif kind == "insert":
+            content[at:at] = data.draw(st.binary(max_size=12))
+        elif kind == "move":
+            start = data.draw(st.integers(0, header))
+            content[at:at] = content[start : start + data.draw(st.integers(0, 200))]
+        else:
+            content[:8] = data.draw(st.integers(0, 2**64 - 1)).to_bytes(8, "little")
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        Profile.load(path)
+    except ProfileError as exc:
+        assert PROFILE_NAME in str(exc) and len(str(exc)) < 2000  # noqa: PT017 - a valid profile is an answer too
+    finally:
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak_bytes < 2**20 + 64 * len(content)
 
 
 def test_file_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
