@@ -62,12 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         from train.recipe import load_recipe
+        from train.sources import needs_hub
 
         recipe = load_recipe(args.recipe, args.overrides)
         if args.print_config:
             print(recipe.to_yaml(), end="")
             return 0
-        prepare_environment(recipe.model.path)
+        prepare_environment(recipe.model.path, needs_hub(recipe.data))
         from train.run import Options, run
 
         resume = None if args.resume is None else Path(args.resume) if args.resume else Path()
@@ -81,8 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare_environment(model_path: str) -> None:
-    """Set what libraries read when they are imported: the CPU where there is nothing better, and no network."""
+def prepare_environment(model_path: str, needs_hub: bool = False) -> None:
+    """Set what libraries read when they are imported: the CPU where there is nothing better, no network unless needed.
+
+    Args:
+        needs_hub: whether anything besides the model comes from the hub.
+    """
     import torch
 
     if not torch.accelerator.is_available():
@@ -90,7 +95,7 @@ def prepare_environment(model_path: str) -> None:
         if "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
             # `accelerate launch` gives every process one thread unless it is told otherwise
             torch.set_num_threads(share_of_cores())
-    if Path(model_path).is_dir():
+    if Path(model_path).is_dir() and not needs_hub:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -100,11 +100,11 @@ def render_card(recipe: Recipe, summary: dict[str, Any]) -> str:
     output = Path(recipe.output)
     facts = [
         f"- {'LoRA on' if is_adapter else 'full tuning of'} {', '.join(recipe.tune.groups)}, {summary['steps']} steps",
-        f"- data: `{recipe.data.train}`, loss on the assistant's tokens only",
+        f"- data: `{recipe.data.train_names}`, loss on {recipe.data.trained_part}",
     ]
     if summary["eval_loss_before"] is not None:
         facts.append(
-            f"- loss on `{recipe.data.eval}`: {summary['eval_loss_before']:.4f} before, "
+            f"- loss on `{recipe.data.eval_names}`: {summary['eval_loss_before']:.4f} before, "
             f"{summary['eval_loss_after']:.4f} after"
         )
     if summary["profile"]:

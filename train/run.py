@@ -17,18 +17,19 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from rich.console import Console
 from torch import nn
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from coop.errors import CoopError, RecipeError
+from coop.errors import CoopError, DataError, RecipeError
 from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
 from train import checkpoint, report
 from train.callback import CoopCallback
 from train.checkpoint import ResumePoint
-from train.data import Row, describe_sample, load_rows, to_dataset
+from train.data import load_data
 from train.model import (
     Groups,
     check_trainable,
@@ -39,7 +40,9 @@ from train.model import (
     make_trainable,
 )
 from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
+from train.packing import IsolationCheck
 from train.progress import Metrics, ProgressCallback, to_json
+from train.rows import Row, to_dataset
 from train.schema import Recipe
 from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
@@ -78,6 +81,7 @@ class Loaded:
     model: nn.Module
     train_rows: list[Row]
     eval_rows: list[Row]
+    data_digest: str
     total_steps: int
 
 
@@ -97,7 +101,7 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     if options.is_dry:
         console.print("dry run: everything above is in order; nothing was trained")
         return
-    digest = _run_digest(recipe)
+    digest = checkpoint.run_digest(recipe.digest, loaded.data_digest)
     point = None
     if options.resume is not None:
         chosen = options.resume if options.resume != Path() else None
@@ -125,7 +129,9 @@ def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world:
     """Data first, because it is quick to check; then the model."""
     tokenizer = load_tokenizer(recipe)
     with phases.time("data"):
-        train_rows, eval_rows = _load_data(recipe, tokenizer, console)
+        data = load_data(recipe.data, tokenizer, recipe.train.seed, console)
+        _refuse_other_data(data.digest())
+    show_data(console, data, tokenizer)
     with phases.time("model"):
         model = load_skeleton(recipe) if is_dry else load_model(recipe)
         groups = Groups(model)
@@ -138,27 +144,18 @@ def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world:
     steps = recipe.train.steps
     if steps is None:
         batch = recipe.train.batch_size * recipe.train.grad_accumulation * world
-        steps = ceil(len(train_rows) * (recipe.train.epochs or 1) / batch)
-    return Loaded(tokenizer, model, train_rows, eval_rows, steps)
+        steps = ceil(len(data.train_rows) * (recipe.train.epochs or 1) / batch)
+    return Loaded(tokenizer, model, data.train_rows, data.eval_rows, data.digest(), steps)
 
 
-def _load_data(recipe: Recipe, tokenizer: Any, console: Console) -> tuple[list[Row], list[Row]]:
-    data = recipe.data
-    common: dict[str, Any] = {"max_length": data.max_length, "strict": data.strict}
-    train_rows, summary = load_rows(Path(data.train), tokenizer, max_rows=data.max_train_rows, **common)
-    show_data(console, "train", summary)
-    eval_rows: list[Row] = []
-    if data.eval is not None:
-        eval_rows, summary = load_rows(Path(data.eval), tokenizer, max_rows=data.max_eval_rows, **common)
-        show_data(console, "eval", summary)
-    console.print("sample (only the bold part is trained):", highlight=False)
-    console.print(describe_sample(tokenizer, train_rows[0]), highlight=False, soft_wrap=True)
-    return train_rows, eval_rows
-
-
-def _run_digest(recipe: Recipe) -> str:
-    files = [recipe.data.train, *([recipe.data.eval] if recipe.data.eval else [])]
-    return checkpoint.run_digest(recipe.digest, files)
+def _refuse_other_data(digest: str) -> None:
+    """Every process must train the same rows in the same order, or steps would not be what they say."""
+    digests = gather_object([digest])
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise DataError(
+            f"process {others[0]} has read other rows than process 0; give all machines the same data"
+        )
 
 
 def _prepare_output(recipe: Recipe, output: Path, is_overwriting: bool) -> None:
@@ -229,6 +226,8 @@ def _train(
 def _build_trainer(
     recipe: Recipe, loaded: Loaded, coop: CoopCallback | None, digest: str, callbacks: list[Any]
 ) -> CoopTrainer:
+    if recipe.data.packing:
+        callbacks = [*callbacks, IsolationCheck(recipe.model.attention)]
     return CoopTrainer(
         coop=coop,
         digest=digest,

@@ -22,7 +22,7 @@ from coop.errors import CoopError
 from coop.profile import Profile
 from train.callback import CoopCallback
 from train.checkpoint import describe_newest, follow_umask, mark_complete, rotate, saving
-from train.data import Row, to_dataset
+from train.rows import Row, to_dataset
 from train.schema import Recipe
 
 
@@ -180,5 +180,6 @@ def training_arguments(recipe: Recipe, output: Path, total_steps: int) -> SFTCon
         disable_tqdm=True,
         dataloader_pin_memory=torch.accelerator.is_available(),
         dataset_kwargs={"skip_prepare_dataset": True},
+        padding_free=recipe.data.packing,
         max_length=None,
     )
