@@ -108,6 +108,10 @@ class Masker:
 
     def _span(self, chat: Chat, text: str, index: int, template: str) -> tuple[int, int]:
         """Characters of `text` that the assistant message `index` wrote, its end mark included."""
+        if index == 0:
+            raise RowError(
+                "chat template", "it begins with the assistant; put a user or system message before it"
+            )
         is_last = index == len(chat.messages) - 1
         before = self._render(chat, chat.messages[:index], template, add_generation_prompt=True)
         through = text if is_last else self._render(chat, chat.messages[: index + 1], template)

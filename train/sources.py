@@ -112,7 +112,7 @@ def find_files(path: Path, split: str = "") -> list[Path]:
         return [path]
     names = sorted(islice((p.relative_to(path).as_posix() for p in path.rglob("*")), 100 * MAX_FILES))
     found = [name for name in names if name.endswith(KINDS) and not name.startswith(".") and "/." not in name]
-    if any(name.endswith(".arrow") for name in names):
+    if any(f"{Path(name).parent.as_posix()}/state.json".removeprefix("./") in names for name in found):
         raise DataError(f"{path}: a folder of `save_to_disk`; write it again with `to_parquet`")
     if not found or len(found) > MAX_FILES:
         raise DataError(
@@ -151,7 +151,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
                     yield unpacked  # type: ignore[misc]
             else:
                 yield packed
-    except (EOFError, zlib.error) as exc:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
         raise DataError(f"{path}: damaged gzip data: {exc}") from exc
     except OSError as exc:
         raise DataError(f"{path}: {exc.strerror or exc}") from exc
