@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback
@@ -110,7 +111,7 @@ class CoopTrainer(SFTTrainer):
         size = self.args.per_device_eval_batch_size
         for begin in range(0, len(mine), size):
             batch = self.data_collator([mine[i] for i in range(begin, min(begin + size, len(mine)))])
-            yield {name: tensor.to(self.args.device) for name, tensor in batch.items()}
+            yield send_to_device(batch, self.args.device)
 
     def _sum(self, tensor: Tensor) -> Tensor:
         if self.accelerator.num_processes == 1:
@@ -180,6 +181,6 @@ def training_arguments(recipe: Recipe, output: Path, total_steps: int) -> SFTCon
         disable_tqdm=True,
         dataloader_pin_memory=torch.accelerator.is_available(),
         dataset_kwargs={"skip_prepare_dataset": True},
-        padding_free=recipe.data.packing,
+        packing=recipe.data.packing,  # rows come packed: this makes the collator keep them apart
         max_length=None,
     )
