@@ -121,12 +121,24 @@ def load_data(data: DataSection, tokenizer: Any, seed: int, console: Console | N
         notes.append(
             f"packing: {count:,} rows in {len(rows):,} sequences, {fill:.1%} of {data.max_length} full"
         )
-    if reader.masker.variant_rows:
-        notes.append(
-            f"chat template: {reader.masker.variant_rows:,} rows are rendered with TRL's training variant, because "
-            "the model's own template rewrites earlier turns"
-        )
+    notes += _describe_masking(reader.masker)
     return LoadedData(rows, eval_rows, train, held_summaries, notes)
+
+
+def _describe_masking(masker: Masker) -> list[str]:
+    """What the chat template does that its user should know."""
+    notes = []
+    if masker.variant_rows:
+        notes.append(
+            f"chat template: {masker.variant_rows:,} rows are rendered with TRL's training variant, because the "
+            "model's own template rewrites earlier turns"
+        )
+    if masker.endless_rows:
+        notes.append(
+            f"chat template: {masker.endless_rows:,} rows end without a trained end token, so the model does not learn "
+            "from them when to stop"
+        )
+    return notes
 
 
 def _describe_held_out(data: DataSection, kept: int, held_out: int) -> str:

@@ -33,6 +33,7 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+MAX_TEXT_CHARACTERS = 16 * 2**20
 PASSED_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 Message = dict[str, Any]
 
@@ -112,6 +113,10 @@ def _text(value: Any, name: str) -> str:
     """`value` if it is text that can be tokenised."""
     if not isinstance(value, str):
         raise RowError("field", f"{name} is not text but {_kind(value)}")
+    if len(value) > MAX_TEXT_CHARACTERS:
+        raise RowError(
+            "field", f"{name} has {len(value):,} characters, at most {MAX_TEXT_CHARACTERS:,} are read"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as exc:

@@ -43,7 +43,9 @@ class Masker:
         self._template = template if isinstance(template, str) else ""
         self._has_marks = bool(_GENERATION_TAG.search(self._template))
         self._variant: str | None = None  # TRL's; "" if it has none
-        self.variant_rows = 0  # rows rendered with it
+        self._ends = {tokenizer.eos_token_id, *tokenizer.get_added_vocab().values()}
+        self.variant_rows = 0  # rows rendered with TRL's variant
+        self.endless_rows = 0  # rows whose last trained token is no end mark
 
     def tokenize(self, example: Chat | Text) -> Row:
         """Ids and labels. Raises RowError for this row, DataError if the tokenizer has no chat template."""
@@ -53,6 +55,9 @@ class Masker:
         row = Row.masked(ids, is_trained)
         if not row.trained_tokens:
             raise RowError("nothing to train", "no token of it is trained")
+        trained = row.input_ids[row.labels != IGNORED_LABEL]
+        if isinstance(example, Chat) and not self._is_all and int(trained[-1]) not in self._ends:
+            self.endless_rows += 1
         return row
 
     def _plain(self, text: Text) -> Tokens:
@@ -91,6 +96,8 @@ class Masker:
             return tokens
 
     def _by_marks(self, chat: Chat) -> Tokens:
+        if any("tool_calls" in message for message in chat.messages):
+            _refuse_lost_calls(chat, self._render(chat, chat.messages, self._template))
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = self._apply(chat, chat.messages, **options)
         return list(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=np.bool_)

@@ -194,6 +194,7 @@ def _read_json(path: Path) -> Iterator[Record]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:
         raise DataError(f"{path}: not UTF-8 text at byte {exc.start}") from exc
+    del data
     if text.lstrip().startswith("["):
         yield from _array_items(path, text)
     else:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from coop.errors import DataError, RecipeError
-from tests.train.tiny import build_recipe, build_tokenizer
+from tests.train.tiny import CHATML, build_recipe, build_tokenizer
 from train import data as data_module
 from train.data import LoadedData, load_data
 from train.masking import Masker
@@ -22,6 +23,8 @@ from train.mixture import hold_out, mix, mix_counts, pick
 from train.opening import show_data
 from train.rows import IGNORED_LABEL, Row, digest_rows, to_dataset
 from train.schema import DataSection
+
+ANSWER = [{"role": "assistant", "content": "b"}]
 
 
 def text(i: int, name: str = "row") -> dict[str, str]:
@@ -315,6 +318,20 @@ def test_opening_shows_each_source_the_mixture_and_a_sample_of_each_format(tmp_p
     assert "│ 1 a.jsonl │    7 │   1 │       0 │    3 │" in shown
     assert "packing: 6 rows in " in shown
     assert shown.count("(only the bold part is trained)") == 2 and "[b]" in shown
+
+
+def test_what_the_chat_template_does_unasked_is_said_at_the_start(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "a"}], "completion": ANSWER})
+    tokenizer = build_tokenizer(CHATML.replace("+ '<|im_end|>' + '\n' }}{% endfor", "}}{% endfor"))
+    notes = load_data(DataSection.model_validate({"train": path}), tokenizer, 0).notes
+    assert notes == [
+        "chat template: 1 rows end without a trained end token, so the model does not learn from them when to stop"
+    ]
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    path = write(tmp_path / "b.jsonl", {"messages": turns})
+    tokenizer = build_tokenizer((Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text())
+    notes = load_data(DataSection.model_validate({"train": path}), tokenizer, 0).notes
+    assert len(notes) == 1 and "1 rows are rendered with TRL's training variant" in notes[0]
 
 
 def test_long_reading_shows_its_progress_on_a_terminal_and_short_reading_nothing(

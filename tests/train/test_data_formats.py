@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coop.errors import DataError
 from tests.train.tiny import CHATML, build_tokenizer
+from train import formats
 from train.formats import Chat, Text, parse_row
 from train.masking import Masker, describe_sample
 from train.records import RowError
@@ -170,8 +171,9 @@ def test_calls_of_tools_reach_the_template_and_are_refused_where_it_drops_them()
     row = {"messages": [*messages, {"role": "assistant", "content": "two"}], "tools": [CALL]}
     whole, trained = tokenize(row, QWEN3)
     assert whole.count('"name": "add"') == 2 and '"name": "add"' in trained and "two" in trained
-    with pytest.raises(RowError, match=r"leaves out the tool_calls of messages\[1\]"):
-        tokenize(row, CHATML)
+    for template in (CHATML, MARKED):
+        with pytest.raises(RowError, match=r"leaves out the tool_calls of messages\[1\]"):
+            tokenize(row, template)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +243,33 @@ def test_bad_rows_are_explained(row: Any, format: str, reason: str) -> None:
         tokenize(row, format=format)
 
 
+def test_text_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "MAX_TEXT_CHARACTERS", 10)
+    with pytest.raises(RowError, match="text has 11 characters, at most 10 are read"):
+        tokenize({"text": "a" * 11})
+
+
 def test_renamed_columns_are_found_and_null_columns_are_absent() -> None:
     row = {"question": "a", "context": None, "answer": "b", "text": None}
     example = parse_row(row, "auto", {"instruction": "question", "input": "context", "output": "answer"})
     assert example == Chat("alpaca", chat("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ '<|im_start|>' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}",
+        MARKED.replace("m['content'] + '<|im_end|>' }}{% endgen", "m['content'] }}{% endgen"),
+    ],
+)
+def test_rows_that_do_not_teach_when_to_stop_are_counted(template: str) -> None:
+    masker = Masker(build_tokenizer(template))
+    masker.tokenize(Chat("messages", chat("a", "b")))
+    assert masker.endless_rows == 1
+    masker = Masker(build_tokenizer(CHATML))
+    masker.tokenize(Chat("messages", chat("a", "b")))
+    assert masker.endless_rows == 0
 
 
 def test_sample_shows_what_is_trained_in_bold_and_escapes_markup() -> None:

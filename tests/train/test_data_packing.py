@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from coop.errors import DataError, RecipeError
 from coop.hotmap import HotMap
 from coop.profile import Profile
 from tests.families import FAMILIES, build_family
-from tests.train.tiny import build_recipe
+from tests.train.tiny import build_recipe, write_recipe
 from train import run as run_module
 from train.checkpoint import SUMMARY_NAME
 from train.data import load_data
@@ -35,6 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+ROOT = Path(__file__).resolve().parents[2]
 LEAKY = {
     "gpt_oss"
 }  # transformers 5.24 gives its masks no positions, so eager attention sees all rows of a sequence
@@ -230,3 +234,32 @@ def test_processes_that_read_different_rows_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(run_module, "gather_object", lambda mine: [*mine, *mine, "other"])
     with pytest.raises(DataError, match="process 2 has read other rows than process 0"):
         run_module._refuse_other_data("digest")
+
+
+def test_two_processes_train_the_same_packed_rows_each_its_own_half(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    overrides = [mixed_sources(tmp_path), "data.eval=null", "data.eval_fraction=0.2", "data.packing=true"]
+    overrides += ["train.steps=null", "train.epochs=1", "train.batch_size=1", "data.max_length=160"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--standalone",
+        str(ROOT / "train/finetune.py"),
+    ]
+    process = subprocess.run(
+        [sys.executable, *launch, str(tmp_path / "recipe.yaml"), *overrides],
+        capture_output=True, text=True, timeout=180, env=environment, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    recipe = build_recipe(tmp_path, *overrides)
+    rows = load_data(recipe.data, load_tokenizer(recipe), recipe.train.seed).train_rows
+    profile = Profile.load(tmp_path / "out")
+    counted = profile.train_tokens_prompt + profile.train_tokens_answer
+    assert profile.step == -(-len(rows) // 2)
+    doubled = counted - sum(
+        len(row.input_ids) for row in rows
+    )  # an odd last sequence is filled up with one more
+    assert doubled == 0 if len(rows) % 2 == 0 else doubled in [len(row.input_ids) for row in rows]
