@@ -7,7 +7,7 @@ exactly one sequence, whole. `train.data` packs; Trainer calls the check before 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,10 +66,11 @@ class IsolationCheck(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: Any = None,
+        train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Measure on a pair of rows. Raises RecipeError naming model and attention."""
-        leak = measure_leak(model)
+        """Measure on a pair of rows, collated as in training. Raises RecipeError naming model and attention."""
+        leak = measure_leak(model, train_dataloader.collate_fn)
         if leak > MAX_LEAK:
             config = model.config.get_text_config()
             raise RecipeError(
@@ -79,15 +80,12 @@ class IsolationCheck(TrainerCallback):
 
 
 @torch.no_grad()
-def measure_leak(model: nn.Module) -> float:
+def measure_leak(model: nn.Module, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> float:
     """How far a row behind another is from the row alone: 0 not at all, 1 as if it saw the other one.
 
     The median change of its logits, as a share of the change when both are one row. Random state, counters of
     training passes and mode of the model stay as they were.
     """
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (2 * PROBE_TOKENS,), generator=generator).tolist()

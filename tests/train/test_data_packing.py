@@ -44,6 +44,9 @@ LEAKY = {
 }  # transformers 5.24 gives its masks no positions, so eager attention sees all rows of a sequence
 
 
+COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+
+
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -144,34 +147,30 @@ def test_losses_and_expert_counts_of_packed_rows_equal_those_of_rows_alone(
     for name in ("prompt", "answer", "same_layer", "next_layer"):
         np.testing.assert_array_equal(getattr(mine, name), getattr(other, name))
     assert (mine.tokens_prompt, mine.tokens_answer) == (other.tokens_prompt, other.tokens_answer)
-    assert measure_leak(model) < 0.01
+    assert measure_leak(model, COLLATOR) < 0.01
 
 
 @pytest.mark.parametrize("family", sorted(LEAKY))
 def test_model_that_lets_rows_see_each_other_is_refused_by_name(tmp_path: Path, family: str) -> None:
     model = build_family(tmp_path, family)
-    assert measure_leak(model) > MAX_LEAK
+    assert measure_leak(model, COLLATOR) > MAX_LEAK
+    loader = SimpleNamespace(collate_fn=COLLATOR)
     with pytest.raises(
         RecipeError, match=rf"see each other in {family} with model.attention=eager \(\d+% of full"
     ):
-        IsolationCheck("eager").on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
+        IsolationCheck("eager").on_train_begin(None, None, None, model, loader)  # type: ignore[arg-type]
 
 
-def test_leak_is_the_whole_of_it_where_positions_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leak_is_the_whole_of_it_where_a_collator_drops_positions(tmp_path: Path) -> None:
     model = build_family(tmp_path, "mixtral")
-    original = type(model).forward
-    monkeypatch.setattr(
-        type(model), "forward", lambda self, position_ids, **inputs: original(self, **inputs), raising=True
-    )
-    assert measure_leak(model) == pytest.approx(1.0)
+    padded = DataCollatorForLanguageModeling(pad_token_id=0)
+    assert measure_leak(model, padded) == pytest.approx(1.0)
 
 
 def test_measuring_leaves_mode_and_random_state(tmp_path: Path) -> None:
     model = build_family(tmp_path, "mixtral").train()
     before = torch.get_rng_state()
-    measure_leak(model)
+    measure_leak(model, COLLATOR)
     assert model.training and torch.equal(torch.get_rng_state(), before)
 
 
@@ -230,10 +229,12 @@ def test_run_with_a_leaky_model_stops_before_its_first_step(tmp_path: Path) -> N
     assert not list(Path(recipe.output).glob("checkpoint-*"))
 
 
-def test_processes_that_read_different_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_read_different_rows_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_module, "gather_object", lambda mine: [*mine, *mine, "other"])
     with pytest.raises(DataError, match="process 2 has read other rows than process 0"):
-        run_module._refuse_other_data("digest")
+        run(build_recipe(tmp_path), Path("recipe.yaml"), Options(is_dry=True))
 
 
 def test_two_processes_train_the_same_packed_rows_each_its_own_half(tmp_path: Path) -> None:

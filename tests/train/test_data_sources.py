@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coop.errors import DataError
-from train import sources
+from tests.train.tiny import write_recipe
+from train import finetune, sources
 from train.records import Record, RowError
 from train.schema import DataSection, SourceSection
 from train.sources import is_local, needs_hub, read_file, read_records
@@ -133,6 +136,13 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, data: byte
     assert str(tmp_path / name) in str(caught.value)
 
 
+def test_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: two columns have the same name: text, text"):
+        read(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz"])
 def test_empty_file_has_no_rows(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith(".gz") else b"")
@@ -244,6 +254,19 @@ def test_only_ids_of_the_hub_need_the_network(tmp_path: Path) -> None:
     assert not is_local("owner/name") and not is_local("owner/name-1.5")
     assert needs_hub(DataSection.model_validate({"train": "a.jsonl", "eval": "owner/name"}))
     assert not needs_hub(DataSection.model_validate({"train": "a.jsonl"}))
+
+
+@pytest.mark.parametrize(("train", "is_offline"), [("owner/name", False), ("train.jsonl", True)])
+def test_run_with_a_local_model_is_offline_unless_its_data_are_on_the_hub(
+    tmp_path: Path, train: str, is_offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(tmp_path)
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr("train.run.run", lambda *_: None)
+    with warnings.catch_warnings():
+        assert finetune.main([str(recipe), f"data.train={train}"]) == 0
+    assert ("HF_HUB_OFFLINE" in environment) == is_offline
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[Any, ...]]:
