@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from coop.adapters.recorder import Recorder
-from coop.errors import DataError, RecipeError
+from coop.errors import CheckpointError, DataError, RecipeError
 from coop.hotmap import HotMap
 from coop.profile import Profile
 from tests.families import FAMILIES, build_family
@@ -235,6 +236,16 @@ def test_processes_that_read_different_rows_are_refused(
     monkeypatch.setattr(run_module, "gather_object", lambda mine: [*mine, *mine, "other"])
     with pytest.raises(DataError, match="process 2 has read other rows than process 0"):
         run(build_recipe(tmp_path), Path("recipe.yaml"), Options(is_dry=True))
+
+
+def test_resuming_with_other_rows_in_the_same_file_is_refused(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path)
+    run(recipe, Path("recipe.yaml"), Options())
+    (Path(recipe.output) / SUMMARY_NAME).unlink()
+    path = tmp_path / "train.jsonl"
+    path.write_text(path.read_text().replace("say aa", "say ab"))
+    with pytest.raises(CheckpointError, match="the recipe or the data differ"):
+        run(recipe, Path("recipe.yaml"), Options(resume=Path()))
 
 
 def test_two_processes_train_the_same_packed_rows_each_its_own_half(tmp_path: Path) -> None:
