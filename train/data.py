@@ -101,19 +101,16 @@ def load_data(data: DataSection, tokenizer: Any, seed: int, console: Console | N
     reader = _Reader(data, Masker(tokenizer, data.loss_on), console or Console(quiet=True))
     notes: list[str] = []
     by_source, train = reader.read_all(data.train, data.max_train_rows, seed)
-    if data.eval is not None:
-        held_out, held_summaries = reader.read_all(data.eval, data.max_eval_rows, seed)
-        eval_rows = [row for rows in held_out for row in rows]
-    else:
-        sides = [hold_out(rows, data.eval_fraction, seed) for rows in by_source]
-        eval_rows, held_summaries = [row for _, rows in sides for row in rows], []
-        by_source = [kept for kept, _ in sides]
-    rows = [row for kept in by_source for row in kept]
+    held_out, held_summaries = reader.read_all(data.eval or [], data.max_eval_rows, seed)
+    eval_rows = [row for rows in held_out for row in rows]
     if data.eval_fraction:
-        notes.append(_describe_held_out(data, len(rows), len(eval_rows)))
+        sides = [hold_out(rows, data.eval_fraction, seed) for rows in by_source]
+        by_source, eval_rows = [kept for kept, _ in sides], [row for _, rows in sides for row in rows]
+        notes.append(_describe_held_out(data, sum(map(len, by_source)), len(eval_rows)))
         eval_rows = eval_rows[: data.max_eval_rows or None]
-    for summary, kept in zip(train, by_source, strict=True):
-        summary.count(kept)
+        for summary, kept in zip(train, by_source, strict=True):
+            summary.count(kept)
+    rows = [row for kept in by_source for row in kept]
     if data.packing:
         count, tokens = len(rows), sum(len(row.input_ids) for row in rows)
         rows = pack_rows(rows, data.max_length)
@@ -151,18 +148,6 @@ def _describe_held_out(data: DataSection, kept: int, held_out: int) -> str:
     return f"held out: {held_out:,} of {kept + held_out:,} rows by data.eval_fraction{shown}"
 
 
-def load_source(
-    source: SourceSection,
-    masker: Masker,
-    data: DataSection,
-    max_rows: int = 0,
-    console: Console | None = None,
-) -> tuple[list[Row], SourceSummary]:
-    """The usable rows of one source, the first `max_rows` of them unless 0. Raises DataError naming the bad ones."""
-    reader = _Reader(data, masker, console or Console(quiet=True))
-    return reader.read(source, max_rows)
-
-
 class _Reader:
     """Reads sources by the rules of one `data` section."""
 
@@ -197,7 +182,6 @@ class _Reader:
             if limit and len(rows) == limit:
                 break
         self._refuse(rows, summary, columns)
-        summary.count(rows)
         return rows, summary
 
     def _usable(self, record: Record, source: SourceSection, summary: SourceSummary) -> Row | None:
