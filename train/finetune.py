@@ -94,12 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         from train.recipe import load_recipe
+        from train.sources import needs_hub
 
         recipe = load_recipe(args.recipe, args.overrides)
         if args.print_config:
             print(recipe.to_yaml(), end="")
             return 0
-        prepare_environment(recipe.model.path, recipe.hub.push)
+        prepare_environment(recipe.model.path, recipe.hub.push or needs_hub(recipe.data))
         from train.stopping import Stop, Stopped
 
         try:
@@ -131,8 +132,12 @@ def _run(args: argparse.Namespace, recipe: Recipe, stop: Stop) -> None:
     run(recipe, args.recipe, options)
 
 
-def prepare_environment(model_path: str, is_pushing: bool = False) -> None:
-    """Set what libraries read when they are imported: the CPU where there is nothing better, no needless network."""
+def prepare_environment(model_path: str, needs_hub: bool = False) -> None:
+    """Set what libraries read when they are imported: the CPU where there is nothing better, no network unless needed.
+
+    Args:
+        needs_hub: whether anything besides the model comes from the hub.
+    """
     import torch
 
     if not torch.accelerator.is_available():
@@ -140,7 +145,7 @@ def prepare_environment(model_path: str, is_pushing: bool = False) -> None:
         if "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
             # `accelerate launch` gives every process one thread unless it is told otherwise
             torch.set_num_threads(share_of_cores())
-    if Path(model_path).is_dir() and not is_pushing:
+    if Path(model_path).is_dir() and not needs_hub:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -18,8 +19,9 @@ from torch import nn
 from coop.adapters.transformers import find_experts
 from coop.plan import Plan, format_bytes
 from train.checkpoint import ResumePoint
-from train.data import DataSummary
+from train.data import LoadedData, SourceSummary
 from train.durable import checkpoint_bytes
+from train.masking import describe_sample
 from train.model import GroupSize
 from train.schema import Recipe
 
@@ -40,9 +42,34 @@ def show_header(console: Console, recipe: Recipe, recipe_path: Path, state: Part
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def show_data(console: Console, name: str, summary: DataSummary) -> None:
-    """What reading the rows of one file came to."""
-    console.print(f"{name}: {summary.describe()}", highlight=False, markup=False, soft_wrap=True)
+def show_data(console: Console, data: LoadedData, tokenizer: Any) -> None:
+    """A line for each source, a table to compare several, what was done with them, and a row of each format."""
+    lines = [f"train: {summary.describe()}" for summary in data.train]
+    lines += [f"eval: {summary.describe()}" for summary in data.eval]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    if len(data.train) > 1:
+        console.print(_mixture_table(data.train))
+    if data.notes:
+        console.print("\n".join(data.notes), highlight=False, markup=False, soft_wrap=True)
+    samples = {name: row for summary in reversed(data.train) for name, row in summary.samples.items()}
+    for name, row in samples.items():
+        console.print(f"sample of {name} (only the bold part is trained):", highlight=False)
+        console.print(describe_sample(tokenizer, row), highlight=False, soft_wrap=True)
+
+
+def _mixture_table(summaries: Sequence[SourceSummary]) -> Table:
+    """Rows of each source on their way from the file to the training, in the order of the recipe."""
+    names = ("source", "read", "bad", "dropped", "used", "tokens", "share of tokens")
+    table = Table(*names, title="mixture", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    total = sum(summary.tokens for summary in summaries)
+    for number, summary in enumerate(summaries, 1):
+        dropped = summary.dropped + summary.without_answer
+        counts = (summary.read, summary.faults.total(), dropped, summary.used, summary.tokens)
+        share = f"{summary.tokens / max(1, total):.1%}"
+        table.add_row(f"{number} {Path(summary.name).name}", *(f"{count:,}" for count in counts), share)
+    return table
 
 
 def show_model(console: Console, model: nn.Module, recipe: Recipe, backend: str) -> None:
@@ -94,7 +121,8 @@ def show_plan(
     train, coop = recipe.train, recipe.coop
     rows = train.batch_size * train.grad_accumulation * world
     epochs = total_steps * rows / train_rows
-    parts = [f"plan: {total_steps} steps of {rows} rows ({epochs:.2f} epochs)"]
+    what = "sequences" if recipe.data.packing else "rows"
+    parts = [f"plan: {total_steps} steps of {rows} {what} ({epochs:.2f} epochs)"]
     every = recipe.checkpoint.every_steps
     parts.append(
         f"a checkpoint every {every} steps, {recipe.checkpoint.keep} kept" if every else "no checkpoints"

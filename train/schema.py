@@ -11,11 +11,12 @@ import re
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from train.plain_yaml import PlainDumper
 
 Group = Literal["attention", "experts", "shared_experts", "router", "other"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -52,21 +53,126 @@ class ModelSection(Section):
     )
 
 
-class DataSection(Section):
-    """Chat data: one JSON object a line, `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+class SourceSection(Section):
+    """One source of rows. `data.train` and `data.eval` take a path, one source with these keys, or a list of them."""
 
-    train: str = Field(description="jsonl file to train on")
-    eval: str | None = Field(
-        default=None, description="jsonl file of held-out rows; null: no eval loss, no refreshed profile"
+    path: str = Field(
+        min_length=1,
+        description="file (.jsonl, .json, .csv, .tsv, each also with .gz, or .parquet), folder of such files, or "
+        "dataset id of the hub such as owner/name",
+    )
+    format: Format | None = Field(default=None, description="what a row is; null: as data.format says")
+    split: str | None = Field(
+        default=None,
+        pattern=r"^[\w.-]+(\[(-?\d+|\d+%)?:(-?\d+|\d+%)?\])?$",
+        description="split and slice, such as train, train[:1000] or train[90%:], counted before bad rows are left "
+        "out; in a folder, the files with that word in their name; a single file is the split train; null: all rows "
+        "of a file or a folder, or the only split of a hub dataset",
+    )
+    subset: str | None = Field(
+        default=None, description="configuration of a hub dataset; null: its only or default one"
+    )
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="share of this source among all rows, relative to the other weights: as many rows as the shares "
+        "allow without using one twice, picked by a hash of train.seed and the row's tokens; set it for every source "
+        "of a list or for none; null: all rows",
+    )
+    max_rows: Count = Field(default=0, description="use only the first so many usable rows; 0: all")
+    columns: dict[str, str] = Field(
+        default={}, description="columns with other names, ours to theirs, such as {instruction: question}"
+    )
+
+
+def _as_sources(value: Any) -> Any:
+    """A path or one source stands for a list of one."""
+    if isinstance(value, str):
+        return [{"path": value}]
+    return [value] if isinstance(value, dict) else value
+
+
+Sources = Annotated[list[SourceSection], Field(min_length=1, max_length=100), BeforeValidator(_as_sources)]
+
+
+class DataSection(Section):
+    """What is trained on. docs/data.md shows the formats, mixtures and packing by example."""
+
+    train: Sources = Field(description="path to train on, or one source, or a list of sources: keys below")
+    eval: Sources | None = Field(
+        default=None, description="held-out rows, likewise; null: none, or those of data.eval_fraction"
+    )
+    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        default=0.0,
+        description="share of the training rows that is held out instead of data.eval, by a hash of train.seed and "
+        "the row's tokens: equal rows are on the same side, and their order does not matter; 0: none",
+    )
+    format: Format = Field(
+        default="auto", description="what a row is, unless its source says so; auto: seen by its keys"
+    )
+    loss_on: Literal["assistant", "all"] = Field(
+        default="assistant",
+        description="tokens that are trained: what the assistant wrote, its end mark included, or the whole row; "
+        "plain text is trained whole in any case",
     )
     max_length: Annotated[int, Field(ge=8)] = Field(
-        default=1024, description="tokens of a row; what is longer is cut at its end"
+        default=1024, description="tokens of a row, and of a packed sequence"
     )
-    max_train_rows: Count = Field(default=0, description="use only the first so many rows; 0: all")
+    truncation: Literal["cut", "drop"] = Field(
+        default="cut", description="a longer row is cut at its end, or dropped; both are counted"
+    )
+    packing: bool = Field(
+        default=False,
+        description="put several training rows into one sequence of up to max_length tokens; they do not see each "
+        "other, which is tried out on the model before the first step; train.batch_size then counts sequences",
+    )
+    max_train_rows: Count = Field(
+        default=0, description="use only the first so many rows, those of eval_fraction included; 0: all"
+    )
     max_eval_rows: Count = Field(default=0, description="use only the first so many held-out rows; 0: all")
     strict: bool = Field(
         default=True, description="true: a bad row stops the start; false: it is counted and left out"
     )
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether rows are held out."""
+        return self.eval is not None or self.eval_fraction > 0
+
+    @property
+    def train_names(self) -> str:
+        """Where the training rows come from, as a part of a sentence."""
+        return ", ".join(source.path for source in self.train)
+
+    @property
+    def eval_names(self) -> str:
+        """Where the held-out rows come from, as a part of a sentence."""
+        if self.eval is None:
+            return f"{self.eval_fraction:g} of {self.train_names}" if self.eval_fraction else "none"
+        return ", ".join(source.path for source in self.eval)
+
+    @property
+    def trained_part(self) -> str:
+        """What of a row is trained, as a part of a sentence."""
+        return "whole rows" if self.loss_on == "all" else "the assistant's tokens only"
+
+    @model_validator(mode="after")
+    def _check(self) -> DataSection:
+        if self.eval is not None and self.eval_fraction:
+            raise ValueError("data.eval_fraction: must be 0 with data.eval; set one of them")
+        for name, sources in (("train", self.train), ("eval", self.eval or [])):
+            _check_weights(name, sources)
+            if len(sources) > 1 and getattr(self, f"max_{name}_rows"):
+                raise ValueError(f"data.max_{name}_rows: needs one source; set max_rows of each instead")
+        return self
+
+
+def _check_weights(name: str, sources: list[SourceSection]) -> None:
+    weighted = [source for source in sources if source.weight is not None]
+    if weighted and len(sources) == 1:
+        raise ValueError(f"data.{name}: weight needs a list of several sources")
+    if weighted and len(weighted) < len(sources):
+        missing = next(source.path for source in sources if source.weight is None)
+        raise ValueError(f"data.{name}: {missing} has no weight; set it for every source or for none")
 
 
 class LoraSection(Section):
@@ -211,7 +317,7 @@ class CoopSection(Section):
 
 
 class EvalSection(Section):
-    """Loss on held-out rows; measured before and after training in any case when `data.eval` is set."""
+    """Loss on held-out rows; measured before and after training in any case when there are any."""
 
     every_steps: Count = Field(
         default=0, description="also measure every so many steps; 0: only before and after"
@@ -319,13 +425,14 @@ class Recipe(Section):
             raise ValueError(
                 "model.experts: coop trains adapters on frozen experts; use auto with tune.method=full"
             )
-        if self.data.eval is None:
+        if not self.data.has_eval:
             if self.coop.profile.enabled and self.coop.profile.refresh_rows:
                 raise ValueError(
-                    "coop.profile.refresh_rows: needs data.eval; set one of them (0 keeps training counts)"
+                    "coop.profile.refresh_rows: needs data.eval or data.eval_fraction; set one of them "
+                    "(0 keeps training counts)"
                 )
             if self.eval.every_steps:
-                raise ValueError("eval.every_steps: needs data.eval")
+                raise ValueError("eval.every_steps: needs data.eval or data.eval_fraction")
         return self
 
     def _check_checkpoint(self) -> None:
@@ -346,7 +453,10 @@ class Recipe(Section):
     @property
     def deciding(self) -> dict[str, Any]:
         """What decides the weights, by dotted key: a resumed run must agree with it."""
-        return _flatten(self.model_dump(mode="json", include={"model", "data", "tune", "moe", "train"}))
+        keys = self.model_dump(mode="json", include={"model", "data", "tune", "moe", "train"})
+        for name in ("experts_offload", "experts_budget"):  # the bits are the same at every budget
+            del keys["model"][name]
+        return _flatten(keys)
 
     @property
     def digest(self) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -33,7 +34,6 @@ from train.checkpoint import (
     saving,
     surplus,
 )
-from train.data import Row, to_dataset
 from train.durable import (
     STAGING_NAME,
     begin_staging,
@@ -44,6 +44,7 @@ from train.durable import (
     retire,
     sync_files,
 )
+from train.rows import Row, to_dataset
 from train.schema import Recipe
 from train.stopping import Stop, StopCallback
 
@@ -247,7 +248,7 @@ class CoopTrainer(SFTTrainer):
         size = self.args.per_device_eval_batch_size
         for begin in range(0, len(mine), size):
             batch = self.data_collator([mine[i] for i in range(begin, min(begin + size, len(mine)))])
-            yield {name: tensor.to(self.args.device) for name, tensor in batch.items()}
+            yield send_to_device(batch, self.args.device)
 
     def _sum(self, tensor: Tensor) -> Tensor:
         if self.accelerator.num_processes == 1:
@@ -361,5 +362,6 @@ def training_arguments(recipe: Recipe, output: Path, total_steps: int) -> SFTCon
         disable_tqdm=True,
         dataloader_pin_memory=torch.accelerator.is_available(),
         dataset_kwargs={"skip_prepare_dataset": True},
+        packing=recipe.data.packing,  # rows come packed: this makes the collator keep them apart
         max_length=None,
     )

@@ -83,7 +83,7 @@ def test_key_of_another_section_is_suggested_where_it_belongs(tmp_path: Path) ->
         ("tune.groups=[other]", "needs tune.method=full"),
         ("tune.groups=[experts,gate]", "`tune.groups.1` is 'gate': input should be 'attention'"),
         ("coop.warmup.row_counts=[8,1]", "must rise"),
-        ("data.eval=null", "coop.profile.refresh_rows: needs data.eval"),
+        ("data.eval=null", "coop.profile.refresh_rows: needs data.eval or data.eval_fraction"),
         ("train.seed=true", "valid integer"),
         ("train.seed=99999999999", "less than or equal to 4294967295"),
         ("train.learning_rate=.inf", "finite number"),

@@ -17,9 +17,10 @@ from coop.errors import CheckpointError, CoopError, RecipeError
 from coop.profile import Profile, adapter_digest
 from tests.train.tiny import build_recipe
 from train.checkpoint import METRICS_NAME, SUMMARY_NAME
-from train.data import load_rows, to_dataset
+from train.data import load_data
 from train.model import load_model, load_tokenizer
 from train.progress import read_metrics, to_json
+from train.rows import to_dataset
 from train.run import Options, run
 from train.schema import Recipe
 from train.trainer import CoopTrainer, training_arguments
@@ -70,7 +71,7 @@ def test_final_profile_is_of_a_pass_of_held_out_rows_through_the_final_weights(t
     recipe = build_recipe(tmp_path)
     output = train(recipe)
     profile, middle = Profile.load(output), Profile.load(output / "checkpoint-4")
-    rows, _ = load_rows(Path(recipe.data.eval or ""), load_tokenizer(recipe), max_length=96, max_rows=4)
+    rows = load_data(recipe.data, load_tokenizer(recipe), 0).eval_rows[:4]
     assert profile.is_refreshed and not middle.is_refreshed
     assert profile.tokens_answer == sum(label != -100 for row in rows for label in row.labels)
     assert profile.tokens_prompt + profile.tokens_answer == sum(len(row.input_ids) for row in rows)
@@ -167,7 +168,7 @@ def test_output_that_would_be_lost_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_loss_ignores_prompt_tokens(tmp_path: Path) -> None:
     recipe = build_recipe(tmp_path)
     tokenizer = load_tokenizer(recipe)
-    rows, _ = load_rows(Path(recipe.data.train), tokenizer, max_length=96, max_rows=2)
+    rows = load_data(recipe.data, tokenizer, 0).train_rows[:2]
     model = load_model(recipe)
     trainer = CoopTrainer(
         coop=None,
