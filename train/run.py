@@ -15,20 +15,23 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from rich.console import Console
 from torch import nn
-from transformers import set_seed
+from transformers import EarlyStoppingCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from coop.errors import CoopError, RecipeError
+from coop.adapters.transformers import find_experts
+from coop.errors import RecipeError
 from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
 from train import checkpoint, report
+from train.balance import describe_aux_loss
 from train.callback import CoopCallback
 from train.checkpoint import ResumePoint
 from train.data import Row, describe_sample, load_rows, to_dataset
+from train.expert_mask import ExpertMask
+from train.launch import check_sharded, join_processes, launch_command
 from train.model import (
     Groups,
     check_trainable,
@@ -37,10 +40,21 @@ from train.model import (
     load_skeleton,
     load_tokenizer,
     make_trainable,
+    trained_weights,
 )
-from train.opening import show_data, show_groups, show_header, show_model, show_plan, show_resume
+from train.opening import (
+    show_data,
+    show_groups,
+    show_header,
+    show_line,
+    show_model,
+    show_plan,
+    show_resume,
+    show_trained,
+)
 from train.progress import Metrics, ProgressCallback, to_json
 from train.schema import Recipe
+from train.selection import Selection, choose_experts
 from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
 
@@ -79,20 +93,22 @@ class Loaded:
     train_rows: list[Row]
     eval_rows: list[Row]
     total_steps: int
+    selection: Selection | None
+    mask: ExpertMask | None
 
 
 def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     """Do what the recipe says. Raises CoopError for anything that can be corrected, KeyboardInterrupt when stopped."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    state = _join_processes()
+    state = join_processes(recipe, recipe_path, options.is_dry)
     console = Console(quiet=not state.is_main_process)
     output, phases = Path(recipe.output), Phases()
     checkpoint.check_output(
         output, is_resuming=options.resume is not None, is_overwriting=options.is_overwriting
     )
     show_header(console, recipe, recipe_path, state)
-    loaded = _load(recipe, options.is_dry, console, phases, state.num_processes)
+    loaded = _load(recipe, options, console, phases, state.num_processes)
     show_plan(console, recipe, loaded.model, len(loaded.train_rows), loaded.total_steps, state.num_processes)
     if options.is_dry:
         console.print("dry run: everything above is in order; nothing was trained")
@@ -105,41 +121,45 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     state.wait_for_everyone()
     if state.is_main_process:
         _prepare_output(recipe, output, options.is_overwriting)
+        if loaded.selection is not None:
+            loaded.selection.save(output)
     state.wait_for_everyone()
     _train(recipe, loaded, point, digest, console, phases)
 
 
-def _join_processes() -> PartialState:
-    """The processes of this run. Raises CoopError if the launcher started more than take part."""
-    state = PartialState(cpu=not torch.accelerator.is_available())
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != state.num_processes:
-        raise CoopError(
-            f"{launched} processes were launched but this one sees {state.num_processes}; on CPUs launch with "
-            "ACCELERATE_USE_CPU=true torchrun --nproc_per_node N train/finetune.py RECIPE"
-        )
-    return state
-
-
-def _load(recipe: Recipe, is_dry: bool, console: Console, phases: Phases, world: int) -> Loaded:
+def _load(recipe: Recipe, options: Options, console: Console, phases: Phases, world: int) -> Loaded:
     """Data first, because it is quick to check; then the model."""
     tokenizer = load_tokenizer(recipe)
     with phases.time("data"):
         train_rows, eval_rows = _load_data(recipe, tokenizer, console)
     with phases.time("model"):
-        model = load_skeleton(recipe) if is_dry else load_model(recipe)
-        groups = Groups(model)
+        model = load_skeleton(recipe) if options.is_dry else load_model(recipe)
+        groups, entries = Groups(model), find_experts(model)
         show_model(console, model, recipe)
+        earlier = Path(recipe.output) if options.resume is not None else None
+        is_counted = recipe.tune.experts.select == "hot" and recipe.tune.experts.profile is None
+        is_chosen = not (options.is_dry and is_counted)
+        ids = [row.input_ids for row in train_rows[: recipe.tune.experts.profile_rows]]
+        selection = choose_experts(model, recipe.tune.experts, ids, earlier) if is_chosen else None
         set_seed(recipe.train.seed)
         model = make_trainable(model, recipe.tune, recipe.model.path)
-    sizes = group_sizes(model, groups)
+        mask = ExpertMask(model, selection, recipe.train.weight_decay) if selection is not None else None
+    sizes = group_sizes(model, groups, mask.frozen_elements if mask else 0)
     show_groups(console, sizes)
+    show_trained(console, trained_weights(model, groups))
     check_trainable(sizes, recipe.tune.groups)
+    if selection is not None:
+        show_line(console, selection.describe([entry.num_experts for entry in entries]))
+    elif not is_chosen:
+        show_line(
+            console, f"experts trained: chosen by a pass of {len(ids)} training rows before the first step"
+        )
+    show_line(console, describe_aux_loss(model, recipe))
     steps = recipe.train.steps
     if steps is None:
         batch = recipe.train.batch_size * recipe.train.grad_accumulation * world
         steps = ceil(len(train_rows) * (recipe.train.epochs or 1) / batch)
-    return Loaded(tokenizer, model, train_rows, eval_rows, steps)
+    return Loaded(tokenizer, model, train_rows, eval_rows, steps, selection, mask)
 
 
 def _load_data(recipe: Recipe, tokenizer: Any, console: Console) -> tuple[list[Row], list[Row]]:
@@ -202,7 +222,7 @@ def _train(
             show_resume(console, point)
             if coop is not None:
                 coop.restore(point.folder)
-        _fit(trainer, point, loaded, metrics, phases)
+        _fit(trainer, point, loaded, metrics, phases, recipe.eval.at_start)
         with phases.time("saving"):
             held_out = loaded.eval_rows[: recipe.coop.profile.refresh_rows]
             profile = trainer.save_result(output, held_out)
@@ -216,7 +236,7 @@ def _train(
             )
     except KeyboardInterrupt:
         progress.close()
-        again = f"accelerate launch train/finetune.py {output / checkpoint.RECIPE_NAME} --resume"
+        again = f"{launch_command(recipe, output / checkpoint.RECIPE_NAME)} --resume"
         console.print(f"stopped; go on with: {again}", highlight=False, markup=False, soft_wrap=True)
         raise
     finally:
@@ -229,8 +249,10 @@ def _train(
 def _build_trainer(
     recipe: Recipe, loaded: Loaded, coop: CoopCallback | None, digest: str, callbacks: list[Any]
 ) -> CoopTrainer:
-    return CoopTrainer(
+    stopping = [EarlyStoppingCallback(recipe.eval.patience)] if recipe.eval.patience else []
+    trainer = CoopTrainer(
         coop=coop,
+        mask=loaded.mask,
         digest=digest,
         recipe=recipe,
         model=loaded.model,
@@ -238,15 +260,22 @@ def _build_trainer(
         train_dataset=to_dataset(loaded.train_rows),
         eval_dataset=to_dataset(loaded.eval_rows) if loaded.eval_rows else None,
         processing_class=loaded.tokenizer,
-        callbacks=callbacks,
+        callbacks=[*callbacks, *stopping],
     )
+    check_sharded(trainer.accelerator)
+    return trainer
 
 
 def _fit(
-    trainer: CoopTrainer, point: ResumePoint | None, loaded: Loaded, metrics: Metrics, phases: Phases
+    trainer: CoopTrainer,
+    point: ResumePoint | None,
+    loaded: Loaded,
+    metrics: Metrics,
+    phases: Phases,
+    is_measured_first: bool,
 ) -> None:
     """Eval before, training, eval after; a resumed run has its first eval in its metrics already."""
-    if loaded.eval_rows and point is None:
+    if loaded.eval_rows and point is None and is_measured_first:
         with phases.time("eval before"):
             trainer.evaluate()
     with phases.time("training"):

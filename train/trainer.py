@@ -20,9 +20,11 @@ from trl import SFTConfig, SFTTrainer
 
 from coop.errors import CoopError
 from coop.profile import Profile
+from train.balance import aux_loss_coefficient
 from train.callback import CoopCallback
 from train.checkpoint import describe_newest, follow_umask, mark_complete, rotate, saving
 from train.data import Row, to_dataset
+from train.expert_mask import ExpertMask
 from train.schema import Recipe
 
 
@@ -31,15 +33,31 @@ class CoopTrainer(SFTTrainer):
 
     Args:
         coop: counts and timings, or None when the recipe turns the profile off.
+        mask: keeps the experts that are not selected, or None when all are trained.
         digest: goes into the mark of every checkpoint.
     """
 
-    def __init__(self, *, coop: CoopCallback | None, digest: str, recipe: Recipe, **options: Any) -> None:
-        self._coop, self._digest, self._recipe = coop, digest, recipe
+    def __init__(
+        self,
+        *,
+        coop: CoopCallback | None,
+        mask: ExpertMask | None = None,
+        digest: str,
+        recipe: Recipe,
+        **options: Any,
+    ) -> None:
+        self._coop, self._mask, self._digest, self._recipe = coop, mask, digest, recipe
+        options["args"].router_aux_loss_coef = aux_loss_coefficient(options["model"], recipe)
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
-        if coop is not None:
-            self.add_callback(coop)
+        for callback in (coop, mask):
+            if callback is not None:
+                self.add_callback(callback)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The weights that the optimiser decays: those of which some experts are frozen decay under their mask."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        return self._mask.outside(names) if self._mask is not None else names
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Trainer's checkpoint, then the mark, then rotation: Trainer's own would run before the mark."""
@@ -159,16 +177,22 @@ def training_arguments(recipe: Recipe, output: Path, total_steps: int) -> SFTCon
         lr_scheduler_type=train.schedule,
         warmup_steps=train.warmup_steps,
         weight_decay=train.weight_decay,
+        optim=train.optimizer,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
         max_grad_norm=train.max_grad_norm,
         gradient_checkpointing=train.activation_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if train.activation_checkpointing else None,
         seed=train.seed,
-        bf16=False,
+        bf16=train.mixed_precision == "bf16",
         fp16=False,
         use_cpu=not torch.accelerator.is_available(),
         router_aux_loss_coef=recipe.moe.aux_loss_coef,
         eval_strategy="steps" if recipe.eval.every_steps else "no",
         eval_steps=recipe.eval.every_steps or None,
+        metric_for_best_model="eval_loss" if recipe.eval.patience else None,
+        greater_is_better=False if recipe.eval.patience else None,
+        restore_callback_states_from_checkpoint=bool(recipe.eval.patience),
         save_strategy="steps" if recipe.checkpoint.every_steps else "no",
         save_steps=recipe.checkpoint.every_steps or total_steps,
         save_total_limit=None,
