@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from coop.adapters.transformers import find_experts
 from coop.errors import RecipeError
 from train.schema import Recipe
 
@@ -37,6 +38,16 @@ def aux_loss_coefficient(model: nn.Module, recipe: Recipe) -> float:
             )
         return 0.0
     return float(_base(model).config.get_text_config().router_aux_loss_coef if asked is None else asked)
+
+
+def apply_aux_loss(model: nn.Module, recipe: Recipe) -> float:
+    """The coefficient for TRL, with what TRL's loss reads from the model's config put there."""
+    coefficient = aux_loss_coefficient(model, recipe)
+    config = _base(model).config.get_text_config()
+    if coefficient and not hasattr(config, "num_experts"):
+        # TRL 1.16 reads this name, which GraniteMoeConfig and PhimoeConfig lack
+        config.num_experts = find_experts(model)[0].num_experts
+    return coefficient
 
 
 def describe_aux_loss(model: nn.Module, recipe: Recipe) -> str:

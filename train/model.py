@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta, find_experts
+from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta, find_experts, model_class
 from coop.errors import CheckpointError, CoopError, RecipeError
 from train.freeze import Freezer
 
@@ -89,7 +89,16 @@ def load_config(recipe: Recipe) -> Any:
         raise CheckpointError(
             f"model.path: {path} holds {kind} weights, which cannot be trained: give a copy in bfloat16"
         )
+    _refuse_attention(recipe, model_class(config))
     return config
+
+
+def _refuse_attention(recipe: Recipe, model: type[nn.Module]) -> None:
+    """Not every family has every implementation; transformers says so only once the weights are loaded."""
+    asked = recipe.model.attention
+    flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(asked)
+    if flag is not None and not getattr(model, flag, False):
+        raise CheckpointError(f"model.attention: {model.__name__} does not support {asked}; set it to eager")
 
 
 def load_model(recipe: Recipe) -> nn.Module:

@@ -77,7 +77,9 @@ def show_groups(console: Console, sizes: Sequence[GroupSize]) -> None:
 
 def show_trained(console: Console, weights: Sequence[TrainedWeight]) -> None:
     """Which weights are trained: one line for each name and shape, layer numbers as `*`."""
-    table = Table("group", "weights", "count", "shape", "by", title="what matched", title_justify="left")
+    table = Table(title="what matched", title_justify="left")
+    for name in ("group", "weights", "count", "shape", "by"):
+        table.add_column(name, overflow="fold")
     for (group, pattern, shape, by), count in count_patterns(weights).items():
         table.add_row(group, pattern, str(count), " x ".join(map(str, shape)), by)
     console.print(table)

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from coop.errors import CoopError
 from coop.profile import Profile
-from train.balance import aux_loss_coefficient
+from train.balance import apply_aux_loss
 from train.callback import CoopCallback
 from train.checkpoint import describe_newest, follow_umask, mark_complete, rotate, saving
 from train.data import Row, to_dataset
@@ -47,7 +47,7 @@ class CoopTrainer(SFTTrainer):
         **options: Any,
     ) -> None:
         self._coop, self._mask, self._digest, self._recipe = coop, mask, digest, recipe
-        options["args"].router_aux_loss_coef = aux_loss_coefficient(options["model"], recipe)
+        options["args"].router_aux_loss_coef = apply_aux_loss(options["model"], recipe)
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
         for callback in (coop, mask):
