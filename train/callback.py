@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coop.adapters.recorder import Recorder
-from coop.adapters.transformers import PEFT_PREFIX, find_experts, model_identity
+from coop.adapters.transformers import PEFT_PREFIX, find_experts, is_sharded, model_identity
 from coop.hotmap import HotCounts, HotMap, RoutedBatch
 from coop.profile import Profile, ProfileIdentity, adapter_digest
 from coop.scheduler import Scheduler
@@ -166,6 +166,11 @@ class CoopCallback(TrainerCallback):
 
     def _warm_up(self, step: int) -> None:
         if not self._is_main:
+            return
+        if any(is_sharded(weight) for entry in self._experts for weight in entry.module.parameters()):
+            if not self.warmups:
+                self._say("warm-up: skipped, because the experts are sharded over processes")
+            self.warmups += 1
             return
         warmup = self._settings.warmup
         report = Scheduler.for_modules(self._experts).warmup(

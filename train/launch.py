@@ -110,6 +110,8 @@ def _refuse_untried(asked: str, recipe: Recipe) -> None:
         )
     if asked and recipe.tune.experts.select != "all":
         raise CoopError(f"tune.experts.select: must be all with {asked}, which shards the experts")
+    if asked and recipe.train.optimizer == "adafactor":
+        raise CoopError("train.optimizer: adafactor cannot step sharded weights; take adamw_torch_fused")
     if asked == "FSDP" and os.environ.get("FSDP_VERSION", "1") != "2":
         raise CoopError("the launcher asked for FSDP 1; set fsdp_version: 2, as in recipes/launch/fsdp2.yaml")
 

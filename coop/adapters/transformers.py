@@ -98,11 +98,17 @@ def routers_of(model: nn.Module, experts_name: str) -> Iterator[nn.Module]:
             yield _plain(module).get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether each process holds only a part of it (FSDP2); the whole is gathered by all processes together."""
+    return hasattr(parameter, "full_tensor")
+
+
 def router_digest(model: nn.Module) -> str:
     """SHA-256 over every router parameter rounded to bfloat16, in layer order: the routing a profile belongs to.
 
     Rounding makes the digest the same for a float32 training copy and the bfloat16 file it was loaded from.
-    Experts without a recognisable router contribute their name only.
+    Experts without a recognisable router contribute their name only. Where routers are sharded, every process
+    calls it together.
     """
     digest = hashlib.sha256()
     for experts in find_experts(model):
@@ -111,7 +117,8 @@ def router_digest(model: nn.Module) -> str:
             for name, parameter in sorted(router.named_parameters(recurse=True)):
                 if "lora_" in name:
                     continue
-                values = parameter.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
+                whole = _plain(parameter).full_tensor() if is_sharded(parameter) else parameter
+                values = whole.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
                 digest.update(name.encode())
                 digest.update(values.numpy().tobytes())
     return digest.hexdigest()

@@ -48,7 +48,8 @@ def build_tokenizer(template: str = CHATML, padding_side: str = "right") -> PreT
 def build_model(folder: Path, family: str = "mixtral", **over: Any) -> Path:
     """A tiny model of `family` with the tokenizer above, saved in `folder`."""
     tokenizer = build_tokenizer()
-    build_family(folder, family, torch.float32, vocab_size=len(tokenizer), attention_dropout=0.1, **over)
+    common = {"vocab_size": len(tokenizer), "attention_dropout": 0.1}
+    build_family(folder, family, torch.float32, **{**common, **over})
     tokenizer.save_pretrained(folder)
     return folder
 
