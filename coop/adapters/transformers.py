@@ -117,7 +117,8 @@ def router_digest(model: nn.Module) -> str:
             for name, parameter in sorted(router.named_parameters(recurse=True)):
                 if "lora_" in name:
                     continue
-                whole = _plain(parameter).full_tensor() if is_sharded(parameter) else parameter
+                weight: Any = parameter
+                whole = weight.full_tensor() if is_sharded(weight) else weight
                 values = whole.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
                 digest.update(name.encode())
                 digest.update(values.numpy().tobytes())
@@ -141,7 +142,7 @@ def model_identity(model: nn.Module, tokenizer: Any = None, adapter_digest: str 
     experts = find_experts(model)
     base = _plain(model).get_base_model() if hasattr(model, "get_base_model") else model
     return ProfileIdentity(
-        architecture=type(base).__name__,
+        architecture=_class_name(base),
         layers=tuple(e.name for e in experts),
         num_experts=max(e.num_experts for e in experts),
         top_k=max(e.top_k for e in experts),
@@ -149,6 +150,12 @@ def model_identity(model: nn.Module, tokenizer: Any = None, adapter_digest: str 
         adapter_digest=adapter_digest,
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
+
+
+def _class_name(model: nn.Module) -> str:
+    """The model's class, also where FSDP2 has put one of its own, named after it, in front."""
+    cls = type(model)
+    return (cls.__bases__[-1] if cls.__name__.startswith("FSDP") else cls).__name__
 
 
 def experts_forward(
