@@ -112,6 +112,10 @@ def _refuse_untried(asked: str, recipe: Recipe) -> None:
         raise CoopError(f"tune.experts.select: must be all with {asked}, which shards the experts")
     if asked and recipe.train.optimizer == "adafactor":
         raise CoopError("train.optimizer: adafactor cannot step sharded weights; take adamw_torch_fused")
+    if asked and recipe.data.eval is not None and recipe.eval.at_start:
+        raise CoopError(
+            f"eval.at_start: must be false with {asked}, which shards the model only when training begins"
+        )
     if asked == "FSDP" and os.environ.get("FSDP_VERSION", "1") != "2":
         raise CoopError("the launcher asked for FSDP 1; set fsdp_version: 2, as in recipes/launch/fsdp2.yaml")
 

@@ -261,7 +261,7 @@ class CoopSection(Section):
 class EvalSection(Section):
     """Loss on held-out rows; measured after training in any case when `data.eval` is set."""
 
-    at_start: bool = Field(default=True, description="also measure before training")
+    at_start: bool = Field(default=True, description="also measure before training; must be false with FSDP")
     every_steps: Count = Field(
         default=0, description="also measure every so many steps; 0: only before and after"
     )

@@ -33,8 +33,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 # neither dropout nor a loss over the tokens of a micro-batch: what is left must not depend on the split of a batch
-SHARED = ("moe.aux_loss_coef=0", "eval.at_start=false", "train.steps=4", "checkpoint.every_steps=2")
-FULL = ("tune.method=full", "tune.groups=[attention,experts,router,other]")
+SHARED = (
+    "moe.aux_loss_coef=0",
+    "eval.at_start=false",
+    "eval.every_steps=3",
+    "train.steps=4",
+    "checkpoint.every_steps=2",
+)
+FULL = ("tune.method=full", "tune.groups=[attention,experts,router,other]", "eval.at_start=false")
 
 
 def write_plain_recipe(folder: Path, family: str = "mixtral") -> Path:
@@ -192,6 +198,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
             "train.optimizer: adafactor cannot step sharded weights",
         ),
         (
+            {"kind": "FSDP", "FSDP_VERSION": "2"},
+            (*FULL, "eval.at_start=true"),
+            "eval.at_start: must be false with FSDP",
+        ),
+        (
             {},
             (*FULL, f"launch.config={LAUNCH / 'fsdp2.yaml'}", "launch.processes=8"),
             r"means FSDP, but the run has no sharding; start with: accelerate launch --config_file \S+fsdp2.yaml "
@@ -284,3 +295,29 @@ def test_command_to_type_starts_as_many_processes_as_asked(tmp_path: Path) -> No
     assert (
         launch_command(build_recipe(tmp_path), Path("a.yaml")) == "accelerate launch train/finetune.py a.yaml"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("deepseek_v2", ("tune.groups=[attention,experts,shared_experts,router,other]",)),
+        ("gpt_oss", ("model.attention=eager",)),
+        ("mixtral", ("tune.freeze=['layers: 0-1']",)),
+    ],
+)
+def test_fsdp2_trains_bfloat16_checkpoints_of_other_families_in_float32(
+    tmp_path: Path, family: str, overrides: tuple[str, ...]
+) -> None:
+    recipe, script = write_recipe(tmp_path, family), str(ROOT / "tests" / "train" / "fsdp_on_cpu.py")
+    precision = ("model.dtype=bfloat16", "train.mixed_precision=bf16", "train.steps=2")
+    launch("fsdp2.yaml", script, str(recipe), *FULL, *precision, *overrides)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    frozen = {name for name in after if torch.equal(after[name].float(), before[name].bfloat16().float())}
+    is_below = {
+        name for name in after if family == "mixtral" and (".layers.0." in name or ".layers.1." in name)
+    }
+    assert is_below <= frozen
+    trained = {name for name in after if name.endswith("o_proj.weight")} - is_below
+    assert trained and not trained & frozen and all(after[name].dtype == torch.float32 for name in trained)
