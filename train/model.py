@@ -207,9 +207,8 @@ def find_targets(model: nn.Module, wanted: Sequence[str], freeze: Sequence[str] 
 def _adaptable(model: nn.Module, groups: Groups) -> Iterator[tuple[str, str]]:
     """Weights that LoRA can adapt, with their group: linear layers, stacked experts and routers; never a bias."""
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Linear) and module.out_features > 1
-        ):  # a gate of one output has nothing to factor
+        # a gate of one output has nothing to factor
+        if isinstance(module, nn.Linear) and module.out_features > 1:
             yield f"{name}.weight", groups.of(name)
     for entry in find_experts(model):
         for parameter in entry.parameters:
