@@ -83,13 +83,13 @@ def _training_facts(recipe: Recipe, summary: dict[str, Any]) -> list[str]:
         f"{method} of {', '.join(tune.groups)}; router {router}; load-balancing loss: {aux}",
         f"{summary['steps']} steps of {train.batch_size} x {train.grad_accumulation} rows on each device, "
         f"{train.schedule} from {train.learning_rate:g}, in {recipe.model.dtype}, seed {train.seed}",
-        f"data: `{recipe.data.train}`, loss on the assistant's tokens only",
+        f"data: `{recipe.data.train_names}`, loss on {recipe.data.trained_part}",
         f"training loss {summary['train_loss_first']:.4f} at first, {summary['train_loss_last']:.4f} at last",
     ]
     if summary["eval_loss_before"] is not None:
         of = f" (the best, of step {summary['best_step']})" if "best_step" in summary else ""
         facts.append(
-            f"loss on `{recipe.data.eval}`: {summary['eval_loss_before']:.4f} before, "
+            f"loss on `{recipe.data.eval_names}`: {summary['eval_loss_before']:.4f} before, "
             f"{summary['eval_loss_after']:.4f} after{of}"
         )
     return facts

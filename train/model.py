@@ -1,13 +1,15 @@
 """Model: loads what is tuned, finds the weights of each group, and makes exactly those trainable.
 
 Owns the groups (attention, experts, shared_experts, router, other); promises that a group that is asked for and
-matches nothing is refused. `train.finetune` calls it, for a dry run with a model on the meta device.
+matches nothing is refused, and that nothing else is trained. `train.run` calls it, for a dry run with a model on
+the meta device.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,27 +19,30 @@ from torch import nn
 
 from coop.adapters.offload import Offloaded, open_offloaded, plan_offload
 from coop.adapters.training import ExpertTraining, why_not
-from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta, find_experts
+from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta, find_experts, model_class
 from coop.errors import CheckpointError, CoopError, RecipeError
+from train.freeze import Freezer
+from train.launch import sharding
 
 if TYPE_CHECKING:
     from coop.plan import Plan
     from train.schema import Recipe, TuneSection
 
 _FIRST_BACKEND = {"auto": "grouped_mm", "coop": "grouped_mm"}  # until `put_experts_in_force`
-_SHARDING = {
-    "FSDP": "ACCELERATE_USE_FSDP",
-    "DeepSpeed": "ACCELERATE_USE_DEEPSPEED",
-}  # set by accelerate launch
 GROUPS = ("attention", "experts", "shared_experts", "router", "other")
+SHARED_NAMES = ("shared_expert", "shared_experts", "shared_mlp", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTargets:
-    """What PEFT is told: linear modules, and stacked parameters, by name suffix where that is unambiguous."""
+    """What PEFT is told: linear modules, and stacked parameters, by name suffix where that is unambiguous.
+
+    `weights` are the full names of the weights that get adapters.
+    """
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
+    weights: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,16 @@ class GroupSize:
     group: str
     total: int
     trainable: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeight:
+    """One weight that is trained: by an adapter of `rank`, or itself where `rank` is 0."""
+
+    name: str
+    group: str
+    shape: tuple[int, ...]
+    rank: int
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -70,9 +85,25 @@ def load_config(recipe: Recipe) -> Any:
     path = recipe.model.path
     _check_folder(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as exc:
         raise CheckpointError(f"model.path: {path}: {_first_line(exc)}") from exc
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        kind = dict(quantised).get("quant_method", "quantised")
+        raise CheckpointError(
+            f"model.path: {path} holds {kind} weights, which cannot be trained: give a copy in bfloat16"
+        )
+    _refuse_attention(recipe, model_class(config))
+    return config
+
+
+def _refuse_attention(recipe: Recipe, model: type[nn.Module]) -> None:
+    """Not every family has every implementation; transformers says so only once the weights are loaded."""
+    asked = recipe.model.attention
+    flag = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}.get(asked)
+    if flag is not None and not getattr(model, flag, False):
+        raise CheckpointError(f"model.attention: {model.__name__} does not support {asked}; set it to eager")
 
 
 def load_model(recipe: Recipe) -> nn.Module:
@@ -124,16 +155,16 @@ def expert_backend(recipe: Recipe, model: nn.Module) -> str:
 
     RecipeError for coop with weights that are spread over processes (FSDP, DeepSpeed).
     """
-    sharding = next((name for name, flag in _SHARDING.items() if os.environ.get(flag) == "true"), "")
+    asked = sharding()
     wanted = "coop" if recipe.model.experts_offload else recipe.model.experts
-    if wanted == "coop" and sharding:
+    if wanted == "coop" and asked:
         key = "experts_offload=false" if recipe.model.experts_offload else "experts=grouped_mm"
         raise RecipeError(
-            f"{sharding} spreads weights over processes, which coop's experts do not: set model.{key}"
+            f"{asked} spreads weights over processes, which coop's experts do not: set model.{key}"
         )
     if wanted != "auto":
         return wanted
-    is_adapted = recipe.tune.method == "lora" and "experts" in recipe.tune.groups and not sharding
+    is_adapted = recipe.tune.method == "lora" and "experts" in recipe.tune.groups and not asked
     return "coop" if is_adapted and not any(why_not(e) for e in find_experts(model)) else "grouped_mm"
 
 
@@ -188,7 +219,7 @@ class Groups:
         if _is_under(name, self._routers):
             return "router"
         parts = name.split(".")
-        if any(part in ("shared_expert", "shared_experts", "shared_mlp") for part in parts):
+        if any(part in SHARED_NAMES for part in parts):
             return "shared_experts"
         return "attention" if _is_under(name, self._attention) else "other"
 
@@ -197,33 +228,44 @@ def _is_under(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(parent + ".") for parent in parents)
 
 
-def find_targets(model: nn.Module, wanted: Sequence[str]) -> LoraTargets:
-    """Where LoRA goes for the groups `wanted`. Raises RecipeError for a group that matches nothing."""
-    groups = Groups(model)
+def find_targets(model: nn.Module, wanted: Sequence[str], freeze: Sequence[str] = ()) -> LoraTargets:
+    """Where LoRA goes for the groups `wanted` less what `freeze` excepts. Raises RecipeError if one matches nothing."""
+    groups, freezer = Groups(model), Freezer(freeze)
     chosen = {
-        name: groups.of(name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and groups.of(name) in wanted
+        name: group
+        for name, group in _adaptable(model, groups)
+        if group in wanted and not freezer(name, group)
     }
+    freezer.refuse_unused()
+    _refuse_empty(model, [group for group in wanted if group not in chosen.values()])
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    every = [name for name, _ in model.named_parameters()]
     # PEFT rewrites modules named like experts of older checkpoints (gate_proj, up_proj, down_proj) to the
     # stacked experts, which shared experts are not; it leaves parameters alone
-    modules = {name: group for name, group in chosen.items() if group != "shared_experts"}
-    parameters = {f"{name}.weight": group for name, group in chosen.items() if group == "shared_experts"}
-    for entry in find_experts(model):
-        for parameter in entry.parameters if "experts" in wanted else ():
-            if not parameter.endswith("_bias"):
-                parameters[f"{entry.name}.{parameter}"] = "experts"
-    for name, weight in model.named_parameters():
-        is_router = groups.of(name) == "router" and weight.ndim == 2
-        if is_router and "router" in wanted and name.rpartition(".")[0] not in modules:
-            parameters[name] = "router"
-    found = set(modules.values()) | set(parameters.values())
-    _refuse_empty(model, [group for group in wanted if group not in found])
-    every_linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    every_parameter = [name for name, _ in model.named_parameters()]
+    modules = [
+        name.removesuffix(".weight")
+        for name, group in chosen.items()
+        if group != "shared_experts" and name.removesuffix(".weight") in linear
+    ]
+    parameters = [name for name in chosen if name.removesuffix(".weight") not in modules]
     return LoraTargets(
-        shortest_suffixes(modules, every_linear, 1), shortest_suffixes(parameters, every_parameter, 3)
+        shortest_suffixes(modules, linear, 1), shortest_suffixes(parameters, every, 3), frozenset(chosen)
     )
+
+
+def _adaptable(model: nn.Module, groups: Groups) -> Iterator[tuple[str, str]]:
+    """Weights that LoRA can adapt, with their group: linear layers, stacked experts and routers; never a bias."""
+    for name, module in model.named_modules():
+        # a gate of one output has nothing to factor
+        if isinstance(module, nn.Linear) and module.out_features > 1:
+            yield f"{name}.weight", groups.of(name)
+    for entry in find_experts(model):
+        for parameter in entry.parameters:
+            if not parameter.endswith("_bias"):
+                yield f"{entry.name}.{parameter}", "experts"
+    for name, weight in model.named_parameters():
+        if groups.of(name) == "router" and weight.ndim == 2:
+            yield name, "router"
 
 
 def _refuse_empty(model: nn.Module, empty: list[str]) -> None:
@@ -242,43 +284,94 @@ def shortest_suffixes(chosen: Iterable[str], every: Sequence[str], parts: int) -
 def make_trainable(model: nn.Module, tune: TuneSection, base_path: str) -> nn.Module:
     """The model with exactly the groups of the recipe trainable; a PeftModel for LoRA. Raises RecipeError."""
     if tune.method == "full":
-        return _unfreeze(model, tune.groups)
+        return _unfreeze(model, tune.groups, tune.freeze)
     from peft import LoraConfig, get_peft_model
 
-    targets = find_targets(model, tune.groups)
+    targets, groups = find_targets(model, tune.groups, tune.freeze), Groups(model)
     config = LoraConfig(
         r=tune.lora.r,
         lora_alpha=tune.lora.alpha,
         lora_dropout=tune.lora.dropout,
+        use_rslora=tune.lora.rslora,
+        rank_pattern=_rank_pattern(model, tune),
         target_modules=list(targets.modules),
         target_parameters=list(targets.parameters) or None,
         base_model_name_or_path=base_path,
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT 0.21 looks for rank patterns among modules only and says that those of parameters match nothing
+            warnings.filterwarnings("ignore", message="The following rank_pattern", category=RuntimeWarning)
+            wrapped = get_peft_model(model, config)
     except (ValueError, RuntimeError) as exc:
         raise RecipeError(f"tune: PEFT refuses these targets: {_first_line(exc)}") from exc
+    _check_adapted({weight.name for weight in trained_weights(wrapped, groups)}, targets.weights)
+    return wrapped
 
 
-def _unfreeze(model: nn.Module, wanted: Sequence[str]) -> nn.Module:
-    groups = Groups(model)
+def _rank_pattern(model: nn.Module, tune: TuneSection) -> dict[str, int]:
+    """The rank of expert parameters where it differs, by regular expressions of their names."""
+    if tune.lora.expert_r is None:
+        return {}
+    names = sorted({f"{e.name.rpartition('.')[2]}.{p}" for e in find_experts(model) for p in e.parameters})
+    return {re.escape(name): tune.lora.expert_r for name in names if not name.endswith("_bias")}
+
+
+def _check_adapted(adapted: set[str], wanted: frozenset[str]) -> None:
+    differing = sorted(adapted ^ wanted)
+    if differing:
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        kind = "adapted without being asked for" if differing[0] in adapted else "not adapted"
+        raise CoopError(f"PEFT disagrees about its targets: {differing[0]}{more}: {kind}")
+
+
+def _unfreeze(model: nn.Module, wanted: Sequence[str], freeze: Sequence[str]) -> nn.Module:
+    groups, freezer = Groups(model), Freezer(freeze)
     found = set()
     for name, parameter in model.named_parameters():
         group = groups.of(name)
-        found.add(group)
-        parameter.requires_grad_(group in wanted)
+        is_trained = group in wanted and not freezer(name, group)
+        parameter.requires_grad_(is_trained)
+        found.update([group] if is_trained else [])
+    freezer.refuse_unused()
     _refuse_empty(model, [group for group in wanted if group not in found])
     return model
 
 
-def group_sizes(model: nn.Module, groups: Groups) -> list[GroupSize]:
-    """Parameters by group, all groups that exist, adapters included."""
+def trained_weights(model: nn.Module, groups: Groups) -> list[TrainedWeight]:
+    """Every weight of the model, under its name there, that an adapter or the optimiser changes."""
+    adapted = [w for name, m in model.named_modules() for w in _adapted_weights(name, m, groups)]
+    plain = [
+        TrainedWeight(name, groups.of(name), tuple(parameter.shape), 0)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and ".lora_" not in name
+    ]
+    return adapted + plain
+
+
+def _adapted_weights(name: str, module: nn.Module, groups: Groups) -> Iterator[TrainedWeight]:
+    from peft.tuners.lora import LoraLayer
+
+    if not isinstance(module, LoraLayer):
+        return
+    plain = name.removeprefix(PEFT_PREFIX).replace(".base_layer", "")
+    layer: Any = module
+    parameter = getattr(layer, "parameter_name", "weight")
+    shape = tuple(getattr(layer.get_base_layer(), parameter).shape)
+    ranks = [layer.r[adapter] for adapter in layer.active_adapters if adapter in layer.lora_A]
+    if ranks and all(p.requires_grad for key, p in layer.named_parameters() if key.startswith("lora_")):
+        yield TrainedWeight(f"{plain}.{parameter}", groups.of(plain), shape, ranks[0])
+
+
+def group_sizes(model: nn.Module, groups: Groups, masked: int = 0) -> list[GroupSize]:
+    """Parameters by group, all groups that exist, adapters included; `masked` of the experts' are held fast."""
     totals, trainable = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
     for name, parameter in model.named_parameters():
         group = groups.of(name)
         totals[group] += parameter.numel()
         trainable[group] += parameter.numel() if parameter.requires_grad else 0
+    trainable["experts"] -= masked
     return [GroupSize(group, totals[group], trainable[group]) for group in GROUPS if totals[group]]
 
 

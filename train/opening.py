@@ -5,6 +5,7 @@ Owns the words; promises to show only what is in force. `train.run` calls each p
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from coop.plan import Plan, format_bytes
 from train.checkpoint import ResumePoint
 from train.data import LoadedData, SourceSummary
 from train.durable import checkpoint_bytes
+from train.launch import sharding
 from train.masking import describe_sample
-from train.model import GroupSize
+from train.model import GroupSize, TrainedWeight
 from train.schema import Recipe
 
 
@@ -36,7 +38,8 @@ def show_header(console: Console, recipe: Recipe, recipe_path: Path, state: Part
     libraries = (torch, transformers, peft, trl)
     versions = ", ".join(f"{library.__name__} {library.__version__}" for library in libraries)
     lines = [
-        f"{versions}; {state.num_processes} process{'es' if state.num_processes > 1 else ''} on {state.device}",
+        f"{versions}; {state.num_processes} process{'es' if state.num_processes > 1 else ''} on {state.device}"
+        f"{', sharded by ' + sharding() if sharding() else ''}",
         f"recipe {recipe_path} ({recipe.digest[:12]}), seed {recipe.train.seed}, output {recipe.output}",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
@@ -112,6 +115,31 @@ def show_groups(console: Console, sizes: Sequence[GroupSize]) -> None:
     total, trained = sum(s.total for s in sizes), sum(s.trainable for s in sizes)
     table.add_row("all", f"{total:,}", f"{trained:,} ({100 * trained / total:.2f}%)")
     console.print(table)
+
+
+def show_trained(console: Console, weights: Sequence[TrainedWeight]) -> None:
+    """Which weights are trained: one line for each name and shape, layer numbers as `*`."""
+    table = Table(title="what matched", title_justify="left")
+    for name in ("group", "weights", "count", "shape", "by"):
+        table.add_column(name, overflow="fold")
+    for (group, pattern, shape, by), count in count_patterns(weights).items():
+        table.add_row(group, pattern, str(count), " x ".join(map(str, shape)), by)
+    console.print(table)
+
+
+def count_patterns(weights: Sequence[TrainedWeight]) -> dict[tuple[str, str, tuple[int, ...], str], int]:
+    """How many weights there are of each group, name without layer numbers, shape and way of training."""
+    counts: dict[tuple[str, str, tuple[int, ...], str], int] = {}
+    for weight in sorted(weights, key=lambda w: w.group):
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", weight.name)
+        key = (weight.group, pattern, weight.shape, f"LoRA r={weight.rank}" if weight.rank else "itself")
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def show_line(console: Console, line: str) -> None:
+    """One plain line."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_plan(

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from coop.errors import RecipeError
+from train.old_names import NOTES, OLD_NAMES
 from train.plain_yaml import PlainLoader
 from train.schema import Recipe, Section
 
@@ -131,12 +132,15 @@ def _ancestors(key: str) -> Iterator[str]:
 
 
 def _suggestion(key: str) -> str:
-    """The nearest key: among its siblings by name, else anywhere, else what the section has."""
+    """What another trainer's name is here; else the nearest key: among its siblings, else anywhere; else all."""
     key = ".".join(
         part for part in key.split(".") if not part.isdigit()
     )  # an item of a list has its list's keys
     known = [name for name, _, _ in walk_keys()]
     parent, _, name = key.rpartition(".")
+    if name in OLD_NAMES:
+        note = f" ({NOTES[name]})" if name in NOTES else ""
+        return f"; here it is `{OLD_NAMES[name]}`{note}"
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
     siblings |= {
         k[len(parent) + 1 :].split(".")[0]: k for k in known if parent and k.startswith(parent + ".")

@@ -19,6 +19,20 @@ Group = Literal["attention", "experts", "shared_experts", "router", "other"]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _spell_range(entry: Any) -> Any:
+    """A freeze entry written as a mapping, `layers: 0-11`, is the text "layers: 0-11"."""
+    if isinstance(entry, dict) and list(entry) == ["layers"]:
+        return f"layers: {entry['layers']}"
+    return entry
+
+
+FreezeEntry = Annotated[str, BeforeValidator(_spell_range), Field(min_length=1)]
+ExpertList = Annotated[str, Field(pattern=r"^(\d+|\*):\d+(-\d+)?(,\d+(-\d+)?)*$")]
+ExpertLists = list[ExpertList]
 
 
 class Section(BaseModel):
@@ -184,6 +198,40 @@ class LoraSection(Section):
         default=0.0,
         description="dropout before LoRA; must be 0 unless attention alone is trained (PEFT cannot drop elsewhere)",
     )
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead of alpha / r")
+    expert_r: Positive | None = Field(
+        default=None, description="rank on routed experts, which then scale by alpha / expert_r; null: r"
+    )
+
+
+class ExpertsSection(Section):
+    """Which routed experts are trained; layers are counted among the MoE layers from 0, as in profiles."""
+
+    select: Literal["all", "hot", "list"] = Field(
+        default="all",
+        description="all; hot: in each layer the fewest that cover `share` of the uses; or those of `list`. "
+        "The others keep their weights bit for bit",
+    )
+    list: ExpertLists = Field(
+        default=[],
+        description="with select=list: one entry `layer:experts` for each layer that is trained, such as "
+        '"0:1,5,8-11"; `*` is every layer',
+    )
+    share: Share = Field(default=0.9, description="with select=hot: the share of uses that is covered")
+    profile: str | None = Field(
+        default=None,
+        description="with select=hot: folder of an expert profile of this model; null: count the uses in a pass "
+        "of training rows through the base model before the first step",
+    )
+    profile_rows: Positive = Field(default=64, description="training rows of that pass")
+
+    @model_validator(mode="after")
+    def _check(self) -> ExpertsSection:
+        if bool(self.list) != (self.select == "list"):
+            raise ValueError("tune.experts.list: goes with tune.experts.select=list, and only with it")
+        if self.profile is not None and self.select != "hot":
+            raise ValueError("tune.experts.profile: needs tune.experts.select=hot")
+        return self
 
 
 class TuneSection(Section):
@@ -197,10 +245,20 @@ class TuneSection(Section):
         description="what is trained: attention, experts, shared_experts, router and, with `full`, other "
         "(embeddings, norms, dense layers); a group that matches nothing is refused",
     )
+    freeze: list[FreezeEntry] = Field(
+        default=[],
+        description="exceptions from `groups`: a group, a range of decoder layers such as `layers: 0-11`, or a name "
+        "with `*` such as `*.o_proj.weight`; an entry that freezes nothing is refused",
+    )
+    experts: ExpertsSection = ExpertsSection()
     lora: LoraSection = LoraSection()
 
     @model_validator(mode="after")
     def _check(self) -> TuneSection:
+        if "experts" not in self.groups and self.experts.select != "all":
+            raise ValueError("tune.experts.select: needs experts in tune.groups")
+        if "experts" not in self.groups and self.lora.expert_r is not None:
+            raise ValueError("tune.lora.expert_r: needs experts in tune.groups")
         if self.method == "lora" and "other" in self.groups:
             raise ValueError("tune.groups: 'other' needs tune.method=full")
         stacked = [group for group in self.groups if group not in ("attention", "other")]
@@ -214,7 +272,8 @@ class MoeSection(Section):
 
     aux_loss_coef: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="weight of the load-balancing loss, in training and eval loss; null: as the model says; 0: off",
+        description="weight of the load-balancing loss, in training and eval loss; null: as the model says; 0: off; "
+        "above 0 it is refused for a model whose code has no such loss",
     )
 
 
@@ -231,13 +290,27 @@ class TrainSection(Section):
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = Field(
         default="cosine", description="how the learning rate falls after warm-up"
     )
-    warmup_steps: Count = Field(default=0, description="steps in which the learning rate rises from 0")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of AdamW")
+    warmup_steps: Count | Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0, description="steps in which the learning rate rises from 0; below 1: a share of all steps"
+    )
+    optimizer: Literal["adamw_torch_fused", "adamw_torch", "adafactor"] = Field(
+        default="adamw_torch_fused",
+        description="adafactor keeps no moments of full size: 8 bytes less for each trained float32 weight",
+    )
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.999], description="of AdamW"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of the optimiser")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(
         default=1.0, description="gradients are scaled down to this norm"
     )
     activation_checkpointing: bool = Field(
         default=False, description="compute activations again in backward to save memory"
+    )
+    mixed_precision: Literal["bf16"] | None = Field(
+        default=None,
+        description="bf16: autocast to bfloat16, and with FSDP2 trained weights are kept in float32; null: all in "
+        "model.dtype. A launcher's own setting is overruled",
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
         default=0, description="of shuffling, LoRA start values and dropout"
@@ -247,6 +320,8 @@ class TrainSection(Section):
     def _check(self) -> TrainSection:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("train: set exactly one of train.steps and train.epochs")
+        if self.optimizer == "adafactor" and self.betas != [0.9, 0.999]:
+            raise ValueError("train.betas: adafactor has none; leave them at [0.9, 0.999]")
         return self
 
 
@@ -317,12 +392,24 @@ class CoopSection(Section):
 
 
 class EvalSection(Section):
-    """Loss on held-out rows; measured before and after training in any case when there are any."""
+    """Loss on held-out rows; measured after training in any case when there are any."""
 
+    at_start: bool = Field(default=True, description="also measure before training; must be false with FSDP")
     every_steps: Count = Field(
         default=0, description="also measure every so many steps; 0: only before and after"
     )
     batch_size: Positive = Field(default=1, description="rows a device takes at once")
+    patience: Count = Field(
+        default=0,
+        description="stop after so many measurements in a row without a new lowest loss; the last weights are the "
+        "result; 0: never",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalSection:
+        if self.patience and not self.every_steps:
+            raise ValueError("eval.patience: needs eval.every_steps")
+        return self
 
 
 class CheckpointSection(Section):
@@ -399,6 +486,19 @@ class LoggingSection(Section):
     wandb: WandbSection = WandbSection()
 
 
+class LaunchSection(Section):
+    """How the run is meant to be started; a start in another way is refused. A dry run may be started anyhow."""
+
+    processes: Positive | None = Field(
+        default=None, description="processes that must take part; null: as many as there are"
+    )
+    config: str | None = Field(
+        default=None,
+        description="accelerate config file that the run must be started with, such as recipes/launch/fsdp2.yaml; "
+        "its kind (FSDP, DeepSpeed or neither) is checked",
+    )
+
+
 class Recipe(Section):
     """A whole fine-tuning run."""
 
@@ -413,6 +513,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     hub: HubSection = HubSection()
+    launch: LaunchSection = LaunchSection()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -456,7 +557,7 @@ class Recipe(Section):
         keys = self.model_dump(mode="json", include={"model", "data", "tune", "moe", "train"})
         for name in ("experts_offload", "experts_budget"):  # the bits are the same at every budget
             del keys["model"][name]
-        return _flatten(keys)
+        return _flatten(keys) | {"eval.patience": self.eval.patience}
 
     @property
     def digest(self) -> str:

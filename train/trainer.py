@@ -24,6 +24,7 @@ from trl import SFTConfig, SFTTrainer
 
 from coop.errors import CheckpointError, CoopError, SaveError
 from coop.profile import PROFILE_NAME, Profile
+from train.balance import apply_aux_loss
 from train.callback import CoopCallback
 from train.checkpoint import (
     Best,
@@ -44,6 +45,7 @@ from train.durable import (
     retire,
     sync_files,
 )
+from train.expert_mask import ExpertMask
 from train.rows import Row, to_dataset
 from train.schema import Recipe
 from train.stopping import Stop, StopCallback
@@ -56,6 +58,7 @@ class CoopTrainer(SFTTrainer):
 
     Args:
         coop: counts and timings, or None when the recipe turns the profile off.
+        mask: keeps the experts that are not selected, or None when all are trained.
         deciding: what a resumed run must agree with; goes into the mark of every checkpoint.
         stop: the signal that this process has heard.
         say: gets one line when a checkpoint could not be written and training goes on.
@@ -65,19 +68,22 @@ class CoopTrainer(SFTTrainer):
         self,
         *,
         coop: CoopCallback | None,
+        mask: ExpertMask | None = None,
         deciding: dict[str, Any],
         recipe: Recipe,
         stop: Stop | None = None,
         say: Callable[[str], None] = print,
         **options: Any,
     ) -> None:
-        self._coop, self._deciding, self._recipe, self._say = coop, deciding, recipe, say
+        self._coop, self._mask, self._deciding, self._recipe, self._say = coop, mask, deciding, recipe, say
+        options["args"].router_aux_loss_coef = apply_aux_loss(options["model"], recipe)
         self._is_staging = False
         self._best: Best | None = None
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
-        if coop is not None:
-            self.add_callback(coop)
+        for callback in (coop, mask):
+            if callback is not None:
+                self.add_callback(callback)
         self.add_callback(StopCallback(stop or Stop(), self.agree))
         self.add_callback(FlowCallback())
 
@@ -122,6 +128,11 @@ class CoopTrainer(SFTTrainer):
         """Where Trainer puts checkpoint-N: the hidden folder, while it is written."""
         folder = self._output / STAGING_NAME if self._is_staging else self._output
         return str(folder)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The weights that the optimiser decays: those of which some experts are frozen decay under their mask."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        return self._mask.outside(names) if self._mask is not None else names
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Trainer's checkpoint, in the hidden folder; then it appears, and then older ones are deleted."""
@@ -341,16 +352,22 @@ def training_arguments(recipe: Recipe, output: Path, total_steps: int) -> SFTCon
         lr_scheduler_type=train.schedule,
         warmup_steps=train.warmup_steps,
         weight_decay=train.weight_decay,
+        optim=train.optimizer,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
         max_grad_norm=train.max_grad_norm,
         gradient_checkpointing=train.activation_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if train.activation_checkpointing else None,
         seed=train.seed,
-        bf16=False,
+        bf16=train.mixed_precision == "bf16",
         fp16=False,
         use_cpu=not torch.accelerator.is_available(),
         router_aux_loss_coef=recipe.moe.aux_loss_coef,
         eval_strategy="steps" if recipe.eval.every_steps else "no",
         eval_steps=recipe.eval.every_steps or None,
+        metric_for_best_model="eval_loss" if recipe.eval.patience else None,
+        greater_is_better=False if recipe.eval.patience else None,
+        restore_callback_states_from_checkpoint=bool(recipe.eval.patience),
         save_strategy="steps" if recipe.checkpoint.every_steps else "no",
         save_steps=recipe.checkpoint.every_steps or total_steps,
         save_total_limit=None,

@@ -114,6 +114,8 @@ def merge_dense_adapter(model: nn.Module, folder: Path) -> nn.Module:
     with tempfile.TemporaryDirectory(prefix="coop-adapter-") as place, warnings.catch_warnings():
         # PEFT 0.21 reads transformers properties by names that are on their way out
         warnings.simplefilter("ignore", FutureWarning)
+        # the rank of experts, whose part of the adapter is not given to PEFT here
+        warnings.filterwarnings("ignore", message="The following rank_pattern", category=RuntimeWarning)
         settings.save_pretrained(place)
         save_file(tensors, Path(place) / ADAPTER_WEIGHTS)
         wrapped: Any = PeftModel.from_pretrained(model, place, config=settings)

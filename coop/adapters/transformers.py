@@ -98,11 +98,17 @@ def routers_of(model: nn.Module, experts_name: str) -> Iterator[nn.Module]:
             yield _plain(module).get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether each process holds only a part of it (FSDP2); the whole is gathered by all processes together."""
+    return hasattr(parameter, "full_tensor")
+
+
 def router_digest(model: nn.Module) -> str:
     """SHA-256 over every router parameter rounded to bfloat16, in layer order: the routing a profile belongs to.
 
     Rounding makes the digest the same for a float32 training copy and the bfloat16 file it was loaded from.
-    Experts without a recognisable router contribute their name only.
+    Experts without a recognisable router contribute their name only. Where routers are sharded, every process
+    calls it together.
     """
     digest = hashlib.sha256()
     for experts in find_experts(model):
@@ -111,7 +117,9 @@ def router_digest(model: nn.Module) -> str:
             for name, parameter in sorted(router.named_parameters(recurse=True)):
                 if "lora_" in name:
                     continue
-                values = parameter.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
+                weight: Any = parameter
+                whole = weight.full_tensor() if is_sharded(weight) else weight
+                values = whole.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
                 digest.update(name.encode())
                 digest.update(values.numpy().tobytes())
     return digest.hexdigest()
@@ -134,7 +142,7 @@ def model_identity(model: nn.Module, tokenizer: Any = None, adapter_digest: str 
     experts = find_experts(model)
     base = _plain(model).get_base_model() if hasattr(model, "get_base_model") else model
     return ProfileIdentity(
-        architecture=type(base).__name__,
+        architecture=_class_name(base),
         layers=tuple(e.name for e in experts),
         num_experts=max(e.num_experts for e in experts),
         top_k=max(e.top_k for e in experts),
@@ -142,6 +150,12 @@ def model_identity(model: nn.Module, tokenizer: Any = None, adapter_digest: str 
         adapter_digest=adapter_digest,
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
+
+
+def _class_name(model: nn.Module) -> str:
+    """The model's class, also where FSDP2 has put one of its own, named after it, in front."""
+    cls = type(model)
+    return (cls.__bases__[-1] if cls.__name__.startswith("FSDP") else cls).__name__
 
 
 def experts_forward(

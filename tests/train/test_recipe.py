@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coop.errors import RecipeError
+from train.old_names import OLD_NAMES
 from train.recipe import load_recipe, to_markdown, walk_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,17 @@ def test_key_of_another_section_is_suggested_where_it_belongs(tmp_path: Path) ->
         ("logging.wandb.mode=maybe", "'offline', 'online' or 'disabled'"),
         ("model=3", "`model` is 3"),
         ("model.path=null", "`model.path` is None"),
+        ("tune.experts.select=list", "goes with tune.experts.select=list"),
+        ("tune.experts.list=['0:1']", "goes with tune.experts.select=list"),
+        ("tune.experts.list=['0;1']", "should match pattern"),
+        ("tune.experts.profile=x", "needs tune.experts.select=hot"),
+        ("tune.experts.share=0", "greater than 0"),
+        ("tune.freeze=[{rows: 3}]", "valid string"),
+        ("tune.lora={r: 4, expert_r: 0}", "greater than or equal to 1"),
+        ("eval.patience=2", "eval.patience: needs eval.every_steps"),
+        ("train.betas=[0.9]", "at least 2 items"),
+        ("train.betas=[0.9, 1.0]", "less than 1"),
+        ("launch.processes=0", "greater than or equal to 1"),
     ],
 )
 def test_coupled_rules_and_wrong_values_are_refused(tmp_path: Path, override: str, reason: str) -> None:
@@ -162,3 +174,19 @@ def test_digest_ignores_what_does_not_decide_the_weights(tmp_path: Path) -> None
     base = load_recipe(path).digest
     assert load_recipe(path, ["logging.every_steps=9", "output=b"]).digest == base
     assert load_recipe(path, ["train.learning_rate=0.5"]).digest != base
+
+
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_name_of_another_trainer_is_refused_with_ours(tmp_path: Path, old: str) -> None:
+    assert OLD_NAMES[old] in {key for key, _, _ in walk_keys()}
+    with pytest.raises(RecipeError, match=rf"unknown key `train\.{old}`; here it is `{OLD_NAMES[old]}`"):
+        load_recipe(write(tmp_path, MINIMAL), [f"train.{old}=1"])
+
+
+def test_warm_up_may_be_a_share_of_the_steps(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert load_recipe(path, ["train.warmup_steps=0.1"]).train.warmup_steps == 0.1
+    with pytest.raises(RecipeError, match=r"train\.warmup_steps.*less than 1"):
+        load_recipe(path, ["train.warmup_steps=1.5"])
+    with pytest.raises(RecipeError, match=r"a number below 1 is a share of the steps"):
+        load_recipe(path, ["train.warmup_ratio=0.1"])

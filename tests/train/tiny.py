@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.families import build_family
+from train.checkpoint import METRICS_NAME
+from train.progress import read_metrics
 from train.recipe import load_recipe
 from train.schema import Recipe
 
@@ -46,7 +48,8 @@ def build_tokenizer(template: str = CHATML, padding_side: str = "right") -> PreT
 def build_model(folder: Path, family: str = "mixtral", **over: Any) -> Path:
     """A tiny model of `family` with the tokenizer above, saved in `folder`."""
     tokenizer = build_tokenizer()
-    build_family(folder, family, torch.float32, vocab_size=len(tokenizer), attention_dropout=0.1, **over)
+    common = {"vocab_size": len(tokenizer), "attention_dropout": 0.1}
+    build_family(folder, family, torch.float32, **{**common, **over})
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -72,6 +75,7 @@ def build_recipe(folder: Path, *overrides: str, family: str = "mixtral") -> Reci
 
 def write_recipe(folder: Path, family: str = "mixtral") -> Path:
     """The recipe file of `build_recipe`."""
+    folder.mkdir(exist_ok=True)
     if not (folder / "model").exists():
         build_model(folder / "model", family)
         write_rows(folder / "train.jsonl", 24)
@@ -91,3 +95,8 @@ def write_recipe(folder: Path, family: str = "mixtral") -> Path:
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(keys))
     return folder / "recipe.yaml"
+
+
+def read_losses(output: Path) -> list[dict[str, Any]]:
+    """The metrics of training steps that a run wrote into `output`."""
+    return [record for record in read_metrics(output / METRICS_NAME) if "loss" in record]
