@@ -96,7 +96,7 @@ def _training_facts(recipe: Recipe, summary: dict[str, Any]) -> list[str]:
 
 
 def _expert_facts(summary: dict[str, Any], profile: Profile) -> list[str]:
-    balance = summary["balance"]
+    final = summary["final"]
     source = "held-out rows through the final weights" if profile.is_refreshed else "the training itself"
     timings = (
         f"timings of experts on {platform.machine()}, torch {version('torch')} (machine {profile.fingerprint}), "
@@ -104,10 +104,15 @@ def _expert_facts(summary: dict[str, Any], profile: Profile) -> list[str]:
         if profile.warmup_seconds
         else "no timings of experts"
     )
+    balance = (
+        f"the busiest expert of a layer takes {final['final/busiest_over_mean']:.2f} x the mean at most, "
+        f"{final['final/dead']:.0f} are never used, and the hottest half takes "
+        f"{100 * final['final/hottest_half_share']:.1f}% of the uses"
+        if "final/dead" in final
+        else "no token was counted"
+    )
     return [
-        f"the busiest expert of a layer takes {balance['experts/busiest_over_mean']:.2f} x the mean at most, "
-        f"{balance['experts/unused']:.0f} are unused, and the hottest half takes "
-        f"{100 * balance['experts/hottest_half_share']:.1f}% of the uses",
+        balance,
         f"`coop_profile.safetensors`: counts of {profile.tokens_prompt:,} prompt and {profile.tokens_answer:,} answer "
         f"tokens from {source}, and of {profile.train_tokens_prompt + profile.train_tokens_answer:,} tokens of "
         f"training up to step {profile.step}",

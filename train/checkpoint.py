@@ -25,6 +25,7 @@ from coop.files import read_json, write_atomic
 MARK_NAME = "coop_checkpoint.json"
 SUMMARY_NAME = "summary.json"
 RECIPE_NAME = "recipe.yaml"
+DATA_KEY = "rows of the data"
 METRICS_NAME = "metrics.jsonl"
 CHECKPOINT_FOLDER = re.compile(r"^checkpoint-(\d+)$")
 FULL_BYTES = 2**20  # a disk with less than this free is full
@@ -46,7 +47,7 @@ class ResumePoint:
 
 def run_facts(deciding: dict[str, Any], data_digest: str, world: int) -> dict[str, Any]:
     """What a resumed run must agree with: deciding keys of the recipe, the rows that are trained, the processes."""
-    return {**deciding, "processes": world, "rows of the data": data_digest}
+    return {**deciding, "processes": world, DATA_KEY: data_digest}
 
 
 def follow_umask(folder: Path) -> None:
@@ -187,8 +188,8 @@ def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[s
         before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if before == after:
             continue
-        if key.startswith("bytes of ") and _ABSENT not in (before, after):
-            yield f"{key}: the file has changed"
+        if key == DATA_KEY and _ABSENT not in (before, after):
+            yield f"{key}: others than before; a file, a source or the tokenizer has changed"
         else:
             yield f"{key}: {_short(before)} -> {_short(after)}"
 

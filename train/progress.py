@@ -45,7 +45,7 @@ class Metrics:
     """metrics.jsonl: one object a line, appended as the run goes.
 
     Args:
-        path: the file; records after `resume_step` are dropped from it, because they are about to be made again.
+        path: the file; records after `resume_step`, and of a result, are dropped: they are about to be made again.
         follower: gets every record that is appended, after it was written.
         is_patient: records that the disk has no room for wait for the next one instead of stopping the run.
     """
@@ -57,7 +57,7 @@ class Metrics:
         follower: Callable[[dict[str, Any]], None] = lambda record: None,
         is_patient: bool = False,
     ) -> None:
-        kept = [r for r in read_metrics(path) if r["step"] <= resume_step] if resume_step else []
+        kept = [r for r in read_metrics(path) if _is_before(r, resume_step)] if resume_step else []
         self.records: list[dict[str, Any]] = kept
         self._path, self._follower, self._is_patient = path, follower, is_patient
         self._unwritten = ""
@@ -82,6 +82,10 @@ class Metrics:
         else:
             self._unwritten = ""
         self._follower(record)
+
+
+def _is_before(record: dict[str, Any], step: int) -> bool:
+    return record["step"] <= step and not any(name.startswith("final/") for name in record)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

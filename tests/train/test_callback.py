@@ -23,9 +23,10 @@ from tests.train.recount import Recount
 from tests.train.tiny import build_recipe
 from train.callback import CoopCallback
 from train.checkpoint import METRICS_NAME
-from train.data import load_rows, to_dataset
+from train.data import load_data
 from train.model import load_model, load_tokenizer, make_trainable
 from train.progress import read_metrics
+from train.rows import to_dataset
 from train.run import Options, run
 from train.schema import CoopSection, Recipe
 from train.trainer import CoopTrainer, training_arguments
@@ -120,7 +121,7 @@ def test_training_counts_equal_an_independent_recount(
         recounts.append(Recount(trainable))
         return trainable
 
-    monkeypatch.setattr("train.run.make_trainable", watched)
+    monkeypatch.setattr("train.loading.make_trainable", watched)
     recipe = build_recipe(tmp_path, *overrides)
     profile = Profile.load(train(recipe))
     assert recounts[0].passes == 6 * recipe.train.grad_accumulation
@@ -142,12 +143,12 @@ def train_packed(folder: Path, has_callback: bool) -> tuple[dict[str, Tensor], l
     model = make_trainable(load_model(recipe), recipe.tune, recipe.model.path)
     recount = Recount(model)
     tokenizer = load_tokenizer(recipe)
-    rows, _ = load_rows(Path(recipe.data.train), tokenizer, max_length=96)
+    rows = load_data(recipe.data, tokenizer, recipe.train.seed).train_rows
     settings = CoopSection.model_validate({"warmup": {"every_steps": 2, "row_counts": [1]}})
     coop = CoopCallback(model, tokenizer, settings) if has_callback else None
     trainer = CoopTrainer(
         coop=coop,
-        digest="",
+        deciding={},
         recipe=recipe,
         model=model,
         args=training_arguments(recipe, Path(recipe.output), 6),
@@ -198,7 +199,8 @@ def test_two_processes_with_uneven_data_count_exactly_and_train_the_same(tmp_pat
         np.testing.assert_array_equal(getattr(profile, f"train_{name}"), summed)
     # seven rows for two processes of two: the last batch of each of the five epochs is filled up with a row that was
     # in the first, which is trained twice and so counted twice
-    rows, _ = load_rows(tmp_path / "train.jsonl", load_tokenizer(recipe), max_length=96, max_rows=7)
+    data = recipe.data.model_copy(update={"max_train_rows": 7})
+    rows = load_data(data, load_tokenizer(recipe), recipe.train.seed).train_rows
     counted = profile.train_tokens_prompt + profile.train_tokens_answer
     once = 5 * sum(len(row.input_ids) for row in rows)
     assert once < counted <= once + 5 * max(len(row.input_ids) for row in rows)

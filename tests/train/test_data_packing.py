@@ -25,7 +25,7 @@ from coop.hotmap import HotMap
 from coop.profile import Profile
 from tests.families import FAMILIES, build_family
 from tests.train.tiny import build_recipe, write_recipe
-from train import run as run_module
+from train import loading
 from train.checkpoint import SUMMARY_NAME
 from train.data import load_data
 from train.model import load_tokenizer
@@ -233,7 +233,7 @@ def test_run_with_a_leaky_model_stops_before_its_first_step(tmp_path: Path) -> N
 def test_processes_that_read_different_rows_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "gather_object", lambda mine: [*mine, *mine, "other"])
+    monkeypatch.setattr(loading, "gather_object", lambda mine: [*mine, *mine, "other"])
     with pytest.raises(DataError, match="process 2 has read other rows than process 0"):
         run(build_recipe(tmp_path), Path("recipe.yaml"), Options(is_dry=True))
 
@@ -244,7 +244,7 @@ def test_resuming_with_other_rows_in_the_same_file_is_refused(tmp_path: Path) ->
     (Path(recipe.output) / SUMMARY_NAME).unlink()
     path = tmp_path / "train.jsonl"
     path.write_text(path.read_text().replace("say aa", "say ab"))
-    with pytest.raises(CheckpointError, match="the recipe or the data differ"):
+    with pytest.raises(CheckpointError, match="rows of the data: others than before"):
         run(recipe, Path("recipe.yaml"), Options(resume=Path()))
 
 

@@ -16,6 +16,7 @@ import torch
 
 from tests.train.recount import Recount
 from tests.train.tiny import build_recipe
+from train import loading
 from train import run as runs
 from train.model import make_trainable
 
@@ -31,7 +32,7 @@ def main(folder: Path) -> None:
         recounts.append(Recount(trainable))
         return trainable
 
-    runs.make_trainable = watched  # type: ignore[attr-defined]
+    loading.make_trainable = watched  # type: ignore[attr-defined]
     common = ("data.max_train_rows=7", "train.grad_accumulation=2", "train.steps=5")
     for name, more in (("with", ()), ("out", ("coop.profile.enabled=false",))):
         recipe = build_recipe(folder, *common, f"output={folder / name}", *more)
