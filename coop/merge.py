@@ -2,7 +2,7 @@
 
 Owns the folder while it is written; promises the base's own tensor names, weights that equal PEFT's
 `merge_and_unload` in the same dtype, and never more in memory than the dense part and the experts of one layer. Called
-by `train.export`.
+by `train.saving.export`.
 """
 
 from __future__ import annotations

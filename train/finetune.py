@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     args = parse_arguments(argv)
     try:
+        from train.data.sources import needs_hub
         from train.recipe import load_recipe
-        from train.sources import needs_hub
 
         recipe = load_recipe(args.recipe, args.overrides)
         if args.print_config:

@@ -11,13 +11,14 @@ from typing import Any
 
 from coop.files import write_atomic
 from coop.profile import PROFILE_NAME, Profile
-from train import checkpoint, report
-from train.callback import CoopCallback
-from train.card import render_card
 from train.phases import Phases
-from train.progress import Metrics, ProgressCallback, to_json
+from train.saving import checkpoint
+from train.saving.card import render_card
 from train.schema import Recipe
-from train.tracking import Tracking
+from train.watching import report
+from train.watching.callback import CoopCallback
+from train.watching.progress import Metrics, ProgressCallback, to_json
+from train.watching.tracking import Tracking
 
 
 def summarise(

@@ -21,10 +21,14 @@ from transformers import set_seed
 from coop.adapters.offload import Offloaded
 from coop.adapters.transformers import find_experts
 from coop.errors import DataError
-from train.balance import describe_aux_loss
-from train.data import LoadedData, load_data
-from train.expert_mask import ExpertMask
-from train.model import (
+from train.data.load import LoadedData, load_data
+from train.data.rows import Row
+from train.opening import show_data, show_groups, show_line, show_model, show_offload, show_trained
+from train.phases import Phases
+from train.schema import Recipe
+from train.tuning.balance import describe_aux_loss
+from train.tuning.expert_mask import ExpertMask
+from train.tuning.model import (
     Groups,
     check_trainable,
     expert_backend,
@@ -38,12 +42,8 @@ from train.model import (
     put_experts_in_force,
     trained_weights,
 )
-from train.opening import show_data, show_groups, show_line, show_model, show_offload, show_trained
-from train.phases import Phases
-from train.rows import Row
-from train.schema import Recipe
-from train.selection import Selection, choose_experts
-from train.warmup import chosen_layers
+from train.tuning.selection import Selection, choose_experts
+from train.watching.warmup import chosen_layers
 
 
 @dataclass(slots=True)

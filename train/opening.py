@@ -19,13 +19,13 @@ from torch import nn
 
 from coop.adapters.transformers import find_experts
 from coop.plan import Plan, format_bytes
-from train.checkpoint import ResumePoint
-from train.data import LoadedData, SourceSummary
-from train.durable import checkpoint_bytes
+from train.data.load import LoadedData, SourceSummary
+from train.data.masking import describe_sample
 from train.launch import sharding
-from train.masking import describe_sample
-from train.model import GroupSize, TrainedWeight
+from train.saving.checkpoint import ResumePoint
+from train.saving.durable import checkpoint_bytes
 from train.schema import Recipe
+from train.tuning.model import GroupSize, TrainedWeight
 
 
 def show_header(console: Console, recipe: Recipe, recipe_path: Path, state: PartialState) -> None:

@@ -20,23 +20,25 @@ from transformers.utils import logging as transformers_logging
 
 from coop.errors import RecipeError
 from coop.files import write_atomic
-from train import checkpoint, finish, report
-from train.callback import CoopCallback
-from train.checkpoint import ResumePoint
-from train.durable import recover
-from train.export import export_result
+from train import finish
+from train.data.packing import IsolationCheck
+from train.data.rows import to_dataset
 from train.launch import check_sharded, join_processes, launch_command
 from train.loading import Loaded, load
 from train.opening import show_header, show_plan, show_resume
-from train.packing import IsolationCheck
 from train.phases import Phases
-from train.progress import Metrics, ProgressCallback, say
-from train.push import check_login, push_result
-from train.rows import to_dataset
+from train.saving import checkpoint
+from train.saving.checkpoint import ResumePoint
+from train.saving.durable import recover
+from train.saving.export import export_result
+from train.saving.push import check_login, push_result
 from train.schema import Recipe
 from train.stopping import Stop
-from train.tracking import Tracking
 from train.trainer import CoopTrainer, training_arguments
+from train.watching import report
+from train.watching.callback import CoopCallback
+from train.watching.progress import Metrics, ProgressCallback, say
+from train.watching.tracking import Tracking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

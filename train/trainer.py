@@ -24,9 +24,8 @@ from trl import SFTConfig, SFTTrainer
 
 from coop.errors import CheckpointError, CoopError, SaveError
 from coop.profile import PROFILE_NAME, Profile
-from train.balance import apply_aux_loss
-from train.callback import CoopCallback
-from train.checkpoint import (
+from train.data.rows import Row, to_dataset
+from train.saving.checkpoint import (
     Best,
     describe_newest,
     find_best,
@@ -35,7 +34,7 @@ from train.checkpoint import (
     saving,
     surplus,
 )
-from train.durable import (
+from train.saving.durable import (
     STAGING_NAME,
     begin_staging,
     check_room,
@@ -45,10 +44,11 @@ from train.durable import (
     retire,
     sync_files,
 )
-from train.expert_mask import ExpertMask
-from train.rows import Row, to_dataset
 from train.schema import Recipe
 from train.stopping import Stop, StopCallback
+from train.tuning.balance import apply_aux_loss
+from train.tuning.expert_mask import ExpertMask
+from train.watching.callback import CoopCallback
 
 _OK, _UNSAVED, _WRONG = 0, 1, 2  # what a process tells the others about its part in a save
 
@@ -208,7 +208,7 @@ class CoopTrainer(SFTTrainer):
             check_loaded(self.model, Path(resume_from_checkpoint))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: TRL's card names no model that is a folder; `train.report` writes one with facts at the end."""
+        """Nothing: TRL's card names no model that is a folder; `train.saving.card` writes one with facts."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Weights and the profile of exactly these weights; all processes call it.

@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import load_file
 
 from coop.errors import CheckpointError, CoopError
-from train.checkpoint import METRICS_NAME, SUMMARY_NAME, list_checkpoints, read_mark
-from train.progress import read_metrics
 from train.recipe import load_recipe
 from train.run import Options, run
+from train.saving.checkpoint import METRICS_NAME, SUMMARY_NAME, list_checkpoints, read_mark
+from train.watching.progress import read_metrics
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = {"os.rename": 0, "os.mkdir": 0, "os.chmod": 0, "os.remove": 0, "os.rmdir": 0, "open": 0}

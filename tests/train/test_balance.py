@@ -15,9 +15,9 @@ from coop.errors import CheckpointError, RecipeError
 from tests.families import FAMILIES
 from tests.train.test_training import train
 from tests.train.tiny import build_recipe, read_losses
-from train.balance import has_aux_loss
-from train.model import load_config, load_skeleton
 from train.trainer import CoopTrainer
+from train.tuning.balance import has_aux_loss
+from train.tuning.model import load_config, load_skeleton
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

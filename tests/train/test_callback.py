@@ -21,15 +21,15 @@ from coop.errors import RecipeError
 from coop.profile import Profile
 from tests.train.recount import Recount
 from tests.train.tiny import build_recipe
-from train.callback import CoopCallback
-from train.checkpoint import METRICS_NAME
-from train.data import load_data
-from train.model import load_model, load_tokenizer, make_trainable
-from train.progress import read_metrics
-from train.rows import to_dataset
+from train.data.load import load_data
+from train.data.rows import to_dataset
 from train.run import Options, run
+from train.saving.checkpoint import METRICS_NAME
 from train.schema import CoopSection, Recipe
 from train.trainer import CoopTrainer, training_arguments
+from train.tuning.model import load_model, load_tokenizer, make_trainable
+from train.watching.callback import CoopCallback
+from train.watching.progress import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [

@@ -21,13 +21,13 @@ from coop.errors import CheckpointError, CoopError, SaveError
 from coop.interrupts import Interrupts
 from tests.train.killing import same_weights
 from tests.train.tiny import build_recipe, write_recipe
-from train import checkpoint
-from train.durable import STAGING_NAME, check_room, recover
-from train.progress import Metrics, read_metrics
 from train.run import Options, run
+from train.saving import checkpoint
+from train.saving.durable import STAGING_NAME, check_room, recover
 from train.schema import Recipe
 from train.stopping import Stop, Stopped
 from train.trainer import CoopTrainer, check_loaded
+from train.watching.progress import Metrics, read_metrics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

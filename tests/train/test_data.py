@@ -17,11 +17,11 @@ from rich.console import Console
 from coop.errors import DataError, RecipeError
 from tests.train.tiny import CHATML, build_recipe, build_tokenizer
 from train import data as data_module
-from train.data import LoadedData, load_data
-from train.masking import Masker
-from train.mixture import hold_out, mix, mix_counts, pick
+from train.data.load import LoadedData, load_data
+from train.data.masking import Masker
+from train.data.mixture import hold_out, mix, mix_counts, pick
+from train.data.rows import IGNORED_LABEL, Row, digest_rows, to_dataset
 from train.opening import show_data
-from train.rows import IGNORED_LABEL, Row, digest_rows, to_dataset
 from train.schema import DataSection
 
 ANSWER = [{"role": "assistant", "content": "b"}]

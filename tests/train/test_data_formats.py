@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from coop.errors import DataError
 from tests.train.tiny import CHATML, build_tokenizer
-from train import formats
-from train.formats import Chat, Text, parse_row
-from train.masking import Masker, describe_sample
-from train.records import RowError
-from train.rows import IGNORED_LABEL, Row
+from train.data.formats import Chat, Text, parse_row
+from train.data.load import formats
+from train.data.masking import Masker, describe_sample
+from train.data.records import RowError
+from train.data.rows import IGNORED_LABEL, Row
 
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"

@@ -26,13 +26,13 @@ from coop.profile import Profile
 from tests.families import FAMILIES, build_family
 from tests.train.tiny import build_recipe, write_recipe
 from train import loading
-from train.checkpoint import SUMMARY_NAME
-from train.data import load_data
-from train.model import load_tokenizer
-from train.packing import MAX_LEAK, IsolationCheck, best_fit, measure_leak, pack_rows
-from train.progress import read_metrics
-from train.rows import Row, digest_rows, to_dataset
+from train.data.load import load_data
+from train.data.packing import MAX_LEAK, IsolationCheck, best_fit, measure_leak, pack_rows
+from train.data.rows import Row, digest_rows, to_dataset
 from train.run import Options, run
+from train.saving.checkpoint import SUMMARY_NAME
+from train.tuning.model import load_tokenizer
+from train.watching.progress import read_metrics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

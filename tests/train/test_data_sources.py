@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 from coop.errors import DataError
 from tests.train.tiny import write_recipe
-from train import finetune, sources
-from train.records import Record, RowError
+from train import finetune
+from train.data.load import sources
+from train.data.records import Record, RowError
+from train.data.sources import is_local, needs_hub, read_file, read_records
 from train.schema import DataSection, SourceSection
-from train.sources import is_local, needs_hub, read_file, read_records
 
 ROWS = [{"text": f"row {i}, é"} for i in range(5)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)

@@ -20,11 +20,11 @@ from coop.adapters.attach import load_profile
 from coop.checkpoint import open_checkpoint
 from coop.errors import CoopError, RecipeError
 from tests.train.tiny import build_recipe, write_recipe
-from train.card import base_licence
-from train.durable import STAGING_NAME
-from train.export import MERGED_NAME, PACK_NAME, check_reload
-from train.push import list_files, push_result, upload_command
 from train.run import Options, run
+from train.saving.card import base_licence
+from train.saving.durable import STAGING_NAME
+from train.saving.export import MERGED_NAME, PACK_NAME, check_reload
+from train.saving.push import list_files, push_result, upload_command
 from train.schema import HubSection, Recipe
 
 pytestmark = [

@@ -261,7 +261,7 @@ def test_fsdp_settings_make_a_plugin_that_wraps_by_the_models_own_layers(
 ) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from train.model import load_model
+    from train.tuning.model import load_model
 
     for key, value in load_config_from_file(str(LAUNCH / "fsdp2.yaml")).fsdp_config.items():
         monkeypatch.setenv(key.upper(), str(value))

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from coop.errors import CheckpointError, CoopError, RecipeError
 from tests.families import FAMILIES, build_family
 from tests.train.tiny import build_recipe
-from train.model import (
+from train.schema import LoraSection, TuneSection
+from train.tuning.model import (
     Groups,
     GroupSize,
     check_trainable,
@@ -23,7 +24,6 @@ from train.model import (
     make_trainable,
     shortest_suffixes,
 )
-from train.schema import LoraSection, TuneSection
 
 SHARED = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "glm4_moe", "nemotron_h")
 

@@ -13,7 +13,7 @@ from coop.adapters.transformers import find_experts
 from coop.errors import CheckpointError, RecipeError
 from tests.train.test_training import adapter, assert_same_weights, losses, train, train_until_killed
 from tests.train.tiny import build_recipe, write_recipe
-from train.model import expert_backend, load_skeleton
+from train.tuning.model import expert_backend, load_skeleton
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -11,9 +11,9 @@ import pytest
 
 from tests.train.tiny import build_recipe
 from tests.unit.profiles import build_profile
-from train.expert_scalars import MAX_LAYER_KEYS, ExpertScalars, balance_scalars
-from train.pictures import run_pictures
-from train.report import Finished, final_scalars, render_summary, write_report
+from train.watching.expert_scalars import MAX_LAYER_KEYS, ExpertScalars, balance_scalars
+from train.watching.pictures import run_pictures
+from train.watching.report import Finished, final_scalars, render_summary, write_report
 
 RECORDS: list[dict[str, Any]] = [
     {"step": 0, "eval_loss": 3.0},

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.train.test_training import train, train_until_killed
 from tests.train.tiny import build_recipe, read_losses
-from train.checkpoint import METRICS_NAME
-from train.progress import read_metrics
+from train.saving.checkpoint import METRICS_NAME
 from train.trainer import CoopTrainer
+from train.watching.progress import read_metrics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from train.progress import Metrics, read_metrics
 from train.schema import WandbSection
-from train.tracking import MAX_KEYS, RUN_NAME, STEP, Tracking
+from train.watching.progress import Metrics, read_metrics
+from train.watching.tracking import MAX_KEYS, RUN_NAME, STEP, Tracking
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,9 +154,9 @@ import sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 from tests.unit.profiles import build_profile
-from train.pictures import run_pictures
+from train.watching.pictures import run_pictures
 from train.schema import WandbSection
-from train.tracking import Tracking
+from train.watching.tracking import Tracking
 folder, said = Path(sys.argv[1]), []
 profile = build_profile()
 path = profile.save(folder)

@@ -15,14 +15,14 @@ from torch import Tensor
 from coop.errors import CheckpointError, CoopError, RecipeError
 from coop.profile import Profile, adapter_digest
 from tests.train.tiny import build_recipe
-from train.checkpoint import METRICS_NAME, SUMMARY_NAME
-from train.data import load_data
-from train.model import load_model, load_tokenizer
-from train.progress import read_metrics, to_json
-from train.rows import to_dataset
+from train.data.load import load_data
+from train.data.rows import to_dataset
 from train.run import Options, run
+from train.saving.checkpoint import METRICS_NAME, SUMMARY_NAME
 from train.schema import Recipe
 from train.trainer import CoopTrainer, training_arguments
+from train.tuning.model import load_model, load_tokenizer
+from train.watching.progress import read_metrics, to_json
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

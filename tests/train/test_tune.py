@@ -18,11 +18,11 @@ from coop.profile import Profile
 from tests.families import FAMILIES, build_family
 from tests.train.test_training import train, train_until_killed
 from tests.train.tiny import build_recipe
-from train.expert_mask import ExpertMask
-from train.model import Groups, find_targets, load_model, make_trainable, trained_weights
 from train.opening import count_patterns
 from train.schema import LoraSection, TuneSection
-from train.selection import Selection, choose_experts, count_uses, read_selection, smallest_cover
+from train.tuning.expert_mask import ExpertMask
+from train.tuning.model import Groups, find_targets, load_model, make_trainable, trained_weights
+from train.tuning.selection import Selection, choose_experts, count_uses, read_selection, smallest_cover
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -254,7 +254,7 @@ def test_resumed_run_trains_the_experts_of_the_run_before(tmp_path: Path, monkey
     whole = train(build_recipe(tmp_path, *hot, f"output={tmp_path / 'whole'}"))
     recipe = build_recipe(tmp_path, *hot)
     train_until_killed(recipe, 5, monkeypatch)
-    monkeypatch.setattr("train.selection.count_uses", lambda *_: pytest.fail("counted again"))
+    monkeypatch.setattr("train.tuning.selection.count_uses", lambda *_: pytest.fail("counted again"))
     output = train(recipe, resume=Path())
     mine, other = (load_file(folder / "adapter_model.safetensors") for folder in (output, whole))
     assert all(torch.equal(mine[name], other[name]) for name in other)

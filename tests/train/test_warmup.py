@@ -20,9 +20,9 @@ from tests.families import build_family
 from tests.train.test_training import train, train_until_killed
 from tests.train.tiny import build_recipe
 from tests.unit.profiles import build_profile
-from train.callback import CoopCallback
 from train.schema import CoopSection, WarmupSection
-from train.warmup import Warmup, is_whole
+from train.watching.callback import CoopCallback
+from train.watching.warmup import Warmup, is_whole
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.families import build_family
-from train.checkpoint import METRICS_NAME
-from train.progress import read_metrics
 from train.recipe import load_recipe
+from train.saving.checkpoint import METRICS_NAME
 from train.schema import Recipe
+from train.watching.progress import read_metrics
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

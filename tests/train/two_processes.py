@@ -18,7 +18,7 @@ from tests.train.recount import Recount
 from tests.train.tiny import build_recipe
 from train import loading
 from train import run as runs
-from train.model import make_trainable
+from train.tuning.model import make_trainable
 
 
 def main(folder: Path) -> None:

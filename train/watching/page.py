@@ -1,7 +1,7 @@
 """Page: report.html, a finished run on one page that needs nothing beside it.
 
 Owns the layout; promises that no resource is loaded from anywhere, that no script runs and that every text is
-escaped. `train.report` writes it at the end of a run.
+escaped. `train.watching.report` writes it at the end of a run.
 """
 
 from __future__ import annotations

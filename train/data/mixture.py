@@ -1,7 +1,7 @@
 """Mixture: how many rows of each source are used, which ones, and which of them are held out.
 
 Owns two rules, both by hashes of a row's tokens; promises exact counts, that no row is used twice, and that
-neither the order of rows nor a library's random generator decides. Pure; `train.data` calls it.
+neither the order of rows nor a library's random generator decides. Pure; `train.data.load` calls it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from coop.errors import DataError
-from train.rows import Row
+from train.data.rows import Row
 
 
 def mix_counts(available: Sequence[int], weights: Sequence[float]) -> list[int]:

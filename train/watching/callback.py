@@ -24,9 +24,9 @@ from coop.hotmap import HotCounts, HotMap, RoutedBatch
 from coop.profile import Profile, ProfileIdentity, adapter_digest
 from coop.scheduler import Scheduler
 from coop.topology import hardware_fingerprint
-from train.expert_scalars import ExpertScalars
 from train.schema import CoopSection
-from train.warmup import Warmup
+from train.watching.expert_scalars import ExpertScalars
+from train.watching.warmup import Warmup
 
 Reduce = Callable[[Tensor], Any]
 Log = Callable[[dict[str, float], int], None]

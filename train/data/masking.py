@@ -1,7 +1,7 @@
 """Masker: a conversation or a text as tokens, with labels on what is to be learned and nowhere else.
 
 Owns the tokenizer's chat template; promises that what the assistant wrote is trained, the token that ends its
-turn included, and that a row of which this cannot be told is refused. `train.data` calls it.
+turn included, and that a row of which this cannot be told is refused. `train.data.load` calls it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coop.errors import DataError
-from train.formats import Chat, Message, Text
-from train.records import RowError
-from train.rows import IGNORED_LABEL, Row
+from train.data.formats import Chat, Message, Text
+from train.data.records import RowError
+from train.data.rows import IGNORED_LABEL, Row
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Tokens = tuple[list[int], NDArray[np.bool_]]

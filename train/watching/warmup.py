@@ -1,7 +1,7 @@
 """Warmup: when experts are timed while a run trains, which of them come next, and what that has cost.
 
 Owns the timings of one run; promises that scheduled warm-ups stay within their share of the training time, that
-each goes on where the last one stopped, and that every layer is reached early. `train.callback` calls it.
+each goes on where the last one stopped, and that every layer is reached early. `train.watching.callback` calls it.
 """
 
 from __future__ import annotations

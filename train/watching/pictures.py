@@ -1,7 +1,7 @@
 """Pictures: what a run looked like, drawn from its own metrics and profile.
 
 Owns the colours; promises numbers that come from metrics.jsonl and the profile alone, in colours that can be told
-apart without seeing red or green. `train.report` writes report.png, the HTML page and W&B get the parts.
+apart without seeing red or green. `train.watching.report` writes report.png, the HTML page and W&B get the parts.
 """
 
 from __future__ import annotations

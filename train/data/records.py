@@ -1,7 +1,7 @@
 """Record: one row as a file or the hub gives it, and what can be wrong with a row.
 
-Owns the kinds of faults; promises that a fault says where its row stands. `train.sources` makes records,
-`train.formats` and `train.masking` find faults in them.
+Owns the kinds of faults; promises that a fault says where its row stands. `train.data.sources` makes records,
+`train.data.formats` and `train.data.masking` find faults in them.
 """
 
 from __future__ import annotations

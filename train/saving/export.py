@@ -17,8 +17,8 @@ from coop.errors import CoopError, SaveError
 from coop.merge import merge_adapter
 from coop.plan import format_bytes
 from coop.topology import memory_available_bytes
-from train.checkpoint import follow_umask, saving
-from train.durable import STAGING_NAME, begin_staging, publish, sync_files
+from train.saving.checkpoint import follow_umask, saving
+from train.saving.durable import STAGING_NAME, begin_staging, publish, sync_files
 from train.schema import Recipe
 
 MERGED_NAME, PACK_NAME = "merged", "pack"

@@ -11,10 +11,10 @@ from typing import Any
 
 from coop.files import write_atomic
 from coop.profile import Profile
-from train.expert_scalars import balance_scalars, hit_rate_scalars
-from train.page import render_page
-from train.pictures import run_pictures
 from train.schema import Recipe
+from train.watching.expert_scalars import balance_scalars, hit_rate_scalars
+from train.watching.page import render_page
+from train.watching.pictures import run_pictures
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from typing import Any
 from rich.console import Console
 
 from coop.errors import DataError
-from train.formats import Chat, Text, parse_row
-from train.masking import Masker
-from train.mixture import hold_out, mix
-from train.packing import pack_rows
-from train.records import Record, RowError
-from train.rows import Row, digest_rows
+from train.data.formats import Chat, Text, parse_row
+from train.data.masking import Masker
+from train.data.mixture import hold_out, mix
+from train.data.packing import pack_rows
+from train.data.records import Record, RowError
+from train.data.rows import Row, digest_rows
 from train.schema import DataSection, SourceSection
-from train.sources import read_records
+from train.data.sources import read_records
 
 MAX_FAULTS_SHOWN = 5
 QUIET_SECONDS = 2.0  # reading that takes longer shows how far it is

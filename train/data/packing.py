@@ -1,7 +1,7 @@
 """Packing: several rows in one sequence that do not see each other.
 
 Owns which rows share a sequence and the proof that the model keeps them apart; promises that every row is in
-exactly one sequence, whole. `train.data` packs; Trainer calls the check before the first step.
+exactly one sequence, whole. `train.data.load` packs; Trainer calls the check before the first step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coop.errors import RecipeError
-from train.rows import Row
+from train.data.rows import Row
 
 PROBE_TOKENS = 16
 MAX_LEAK = 0.25  # of what full sight would change; bfloat16 rounding moves logits by a few percent of it

@@ -21,8 +21,8 @@ from coop.adapters.offload import Offloaded, open_offloaded, plan_offload
 from coop.adapters.training import ExpertTraining, why_not
 from coop.adapters.transformers import PEFT_PREFIX, _refuse_gaps, build_on_meta, find_experts, model_class
 from coop.errors import CheckpointError, CoopError, RecipeError
-from train.freeze import Freezer
 from train.launch import sharding
+from train.tuning.freeze import Freezer
 
 if TYPE_CHECKING:
     from coop.plan import Plan

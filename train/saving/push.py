@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coop.errors import CoopError, RecipeError
-from train.checkpoint import METRICS_NAME, RECIPE_NAME, SUMMARY_NAME
-from train.export import MERGED_NAME
+from train.saving.checkpoint import METRICS_NAME, RECIPE_NAME, SUMMARY_NAME
+from train.saving.export import MERGED_NAME
 from train.schema import HubSection
 
 ENDINGS = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt")

@@ -1,7 +1,7 @@
 """Row: one sequence of tokens and what of it is trained.
 
 Owns the arrays; promises eight bytes a token, and that the first token, which nothing predicts, has no label.
-`train.masking` makes rows, `train.packing` joins them, TRL gets them as a dataset.
+`train.data.masking` makes rows, `train.data.packing` joins them, TRL gets them as a dataset.
 """
 
 from __future__ import annotations

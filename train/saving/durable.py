@@ -17,7 +17,7 @@ from torch import nn
 from coop.errors import CheckpointError, SaveError
 from coop.files import fsync_folder
 from coop.plan import format_bytes
-from train.checkpoint import CHECKPOINT_FOLDER, describe_newest, leftovers, list_checkpoints, read_mark
+from train.saving.checkpoint import CHECKPOINT_FOLDER, describe_newest, leftovers, list_checkpoints, read_mark
 
 STAGING_NAME = ".saving"
 ROOM_FACTOR = 1.2  # of the size of the checkpoint before: optimizer states and metrics grow a little

@@ -1,6 +1,6 @@
 """Formats: a row in one of the five shapes that people have, as a conversation or as a text.
 
-Owns what each shape must hold; promises that a row in no known shape says which keys it has. Pure; `train.data`
+Owns what each shape must hold; promises that a row in no known shape says which keys it has. Pure; `train.data.load`
 calls it between reading and masking.
 
     messages           {"messages": [{"role": "user", "content": "..."}, ...]}
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.records import RowError
+from train.data.records import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {

@@ -2,7 +2,7 @@
 
 Owns finding and reading; promises that every row comes with its file and line, in the same order in every
 process, that memory is bounded by one line (of a .json file by the file), and that nothing is executed.
-`train.data` reads with it.
+`train.data.load` reads with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from coop.errors import DataError
 from coop.files import parse_json
-from train.records import Record, RowError
+from train.data.records import Record, RowError
 from train.schema import DataSection, SourceSection
 
 MAX_LINE_BYTES = 16 * 2**20

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from coop.adapters.transformers import find_experts
-from train.selection import Selection
+from train.tuning.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Freezer: the exceptions from what a recipe trains: groups, ranges of decoder layers, names with `*`.
 
-Owns the meaning of `tune.freeze`; promises that an entry that freezes nothing is refused. `train.model` asks it
+Owns the meaning of `tune.freeze`; promises that an entry that freezes nothing is refused. `train.tuning.model` asks it
 about every weight that the groups would train.
 """
 

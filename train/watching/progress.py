@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from coop.errors import CoopError, SaveError
 from coop.files import write_atomic
-from train.checkpoint import describe_newest, saving
+from train.saving.checkpoint import describe_newest, saving
 
 
 def say(console: Console, line: str) -> None:

@@ -1,7 +1,7 @@
 """Expert scalars: what is logged about experts while a run trains.
 
 Owns the counts of the last record, so that each record is about the steps since; promises numbers that come from
-the counts alone, under names that W&B groups. `train.callback` asks for them, on the main process, of its own tokens.
+the counts alone, under names that W&B groups. The callback asks for them, on the main process, of its own tokens.
 """
 
 from __future__ import annotations
