@@ -7,6 +7,8 @@ every layer call by the scheduler. Only speed depends on it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from coop.forecast import Forecast
@@ -22,6 +24,8 @@ class PassForecast(Forecast):
         layers, experts: the shape of the model.
         strategy: for the half-life of the use counts.
     """
+
+    order_is_known = True
 
     def __init__(self, layers: int, experts: int, strategy: Strategy) -> None:
         super().__init__(layers, experts, strategy)
@@ -46,10 +50,16 @@ class PassForecast(Forecast):
         self._use[layer] = seen
         self.likelihood[:] = self._use / self._distances(layer)[:, None]
 
-    def following(self, layer: int) -> int:
-        """The layer that is called after this one; the same at a turn."""
-        step = -1 if self._is_backward else 1
-        return min(max(layer + step, 0), self._layers - 1)
+    def ahead(self, layer: int) -> Iterable[int]:
+        """The layers after this one in the order of the passes, up to a whole pass beyond the turn."""
+        up, down = range(layer + 1, self._layers), range(layer - 1, -1, -1)
+        if self._is_backward:
+            return [*down, *range(self._layers)]
+        return [*up, *reversed(range(self._layers))]
+
+    def wanted(self, layer: int) -> np.ndarray:
+        """Experts that the layer used last, bool [experts]."""
+        return np.asarray(self._use[layer] > SELDOM)
 
     @property
     def _layers(self) -> int:

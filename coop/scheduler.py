@@ -448,9 +448,12 @@ class Scheduler:
         """L3: name the experts that the next layer will likely want, as many as the gap before it can hide."""
         if not self._has_prefetch or self.strategy.prefetch_experts == 0:
             return
-        following = self.forecast.following(layer)
+        if self.forecast.order_is_known:
+            self._prefetcher.wish(self._known_ahead(layer))
+            return
+        (following,) = self.forecast.ahead(layer)
         absent = self.residency.absent(following)
-        if following == layer or not absent.any():
+        if not absent.any():
             return
         is_streaming = self.is_prefill and following > 0
         count = self._guesses(layer, following, experts, rows, is_streaming)
@@ -460,6 +463,17 @@ class Scheduler:
         if is_streaming:
             guesses.sort(key=self._store.disk_order)
         self._prefetcher.wish(guesses)
+
+    def _known_ahead(self, layer: int) -> list[ExpertId]:
+        """What the next layers will use and is not here, in their order; at most as much as two layers hold."""
+        most, found = 2 * self.geometry[layer].num_experts, list[ExpertId]()
+        for following in self.forecast.ahead(layer):
+            missing = self.forecast.wanted(following) & self.residency.absent(following)
+            inside = np.flatnonzero(missing[: self.geometry[following].num_experts])
+            found += sorted((ExpertId(following, int(e)) for e in inside), key=self._store.disk_order)
+            if len(found) >= most:
+                break
+        return found[:most]
 
     def _guesses(self, layer: int, following: int, experts: int, rows: int, is_streaming: bool) -> int:
         """How many experts fit the gap. A prompt wants about as many of the next layer as of this: it begins now."""

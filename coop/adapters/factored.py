@@ -162,9 +162,10 @@ class ExpertFactors(NamedTuple):
             scaling,
         )
 
-    def new_gradients(self) -> ExpertFactors:
-        """Zeros of the same shapes."""
-        return ExpertFactors(torch.zeros_like(self.lora_a), torch.zeros_like(self.lora_b), self.scaling)
+    def new_gradients(self) -> ExpertGradients:
+        """Zeros, to be written expert by expert."""
+        experts, out, rank = self.lora_b.shape
+        return ExpertGradients(torch.zeros_like(self.lora_a), self.lora_b.new_zeros(experts, rank, out))
 
     def add_to(self, product: Tensor, rows: Tensor, by: Products) -> Tensor:
         """`product` plus the adapter's part, summed in float32 and rounded once."""
@@ -180,20 +181,36 @@ class ExpertFactors(NamedTuple):
         return by.back(gradient, by.pick(self.lora_b)).mul_(self.scaling)
 
     def note(
-        self, so_far: ExpertFactors, rows: Tensor, gradient: Tensor, inner: Tensor, by: Products
-    ) -> ExpertFactors:
-        """The factors' gradients, given rows [n, in], their product's gradient [n, out] and its `inner_back`."""
+        self,
+        so_far: ExpertGradients,
+        rows: Tensor,
+        gradient: Tensor,
+        inner: Tensor,
+        weights: Tensor,
+        by: Products,
+    ) -> ExpertGradients:
+        """The factors' gradients from rows [n, in], their product's gradient [n, out] and its `inner_back`.
+
+        weights [n, 1] multiplies each row's part: by the narrow side of each product.
+        """
         rows = rows.to(self.lora_a.dtype)
-        through_a = by.times(rows, by.pick(self.lora_a)).mul_(self.scaling)
-        return ExpertFactors(
-            by.outer(inner, rows, so_far.lora_a), by.outer(gradient, through_a, so_far.lora_b), self.scaling
+        through_a = by.times(rows, by.pick(self.lora_a)).mul_(self.scaling).mul_(weights)
+        return ExpertGradients(
+            by.outer(inner * weights, rows, so_far.lora_a), by.outer(through_a, gradient, so_far.lora_b)
         )
+
+
+class ExpertGradients(NamedTuple):
+    """Gradients of an adapter by expert: lora_a [experts, rank, in], lora_b [experts, rank, out]."""
+
+    lora_a: Tensor
+    lora_b: Tensor
 
     def to_peft(self, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
         """In the shapes and types of PEFT's own tensors."""
-        return (
-            self.lora_a.reshape(lora_a.shape).to(lora_a.dtype),
-            self.lora_b.reshape(len(self.lora_b), -1).t().contiguous().view(lora_b.shape).to(lora_b.dtype),
+        rank_major = self.lora_b.transpose(0, 1).reshape(-1, lora_b.shape[0])
+        return self.lora_a.reshape(lora_a.shape).to(lora_a.dtype), rank_major.t().contiguous().to(
+            lora_b.dtype
         )
 
 
@@ -336,7 +353,7 @@ class _Backward:
     layer: Layer
     routes: Routes
     factors: Sequence[ExpertFactors | None]
-    notes: list[ExpertFactors | None]
+    notes: list[ExpertGradients | None]
     wants_rows: bool
 
     def run(
@@ -356,11 +373,11 @@ class _Backward:
         if (bias := by.biases("down_proj_bias")) is not None:
             by_weights += (grad.to(wide) * bias).sum(-1)
         (by_up,) = torch.autograd.grad(h, leaf, (by_h * weights).to(h.dtype))
-        by_rows = self._through(0, block, x, by_up, None, by)
+        by_rows = self._through(0, block, x, by_up, torch.ones_like(weights), by)
         return by_rows if self.wants_rows else None, by_weights.to(weights.dtype)
 
     def _through(
-        self, which: int, block: Block, rows: Tensor, grad: Tensor, weights: Tensor | None, by: Products
+        self, which: int, block: Block, rows: Tensor, grad: Tensor, weights: Tensor, by: Products
     ) -> Tensor:
         """Gradient of a product's rows from `grad`; its factors' gradients are of `grad` times `weights`."""
         factors, note = self.factors[which], self.notes[which]
@@ -369,11 +386,8 @@ class _Backward:
             return frozen
         wide = grad.to(factors.lora_a.dtype)
         inner = factors.inner_back(wide, by)
-        result = factors.add_back(frozen, inner, by)
-        if weights is not None:
-            wide, inner = wide * weights, inner * weights
-        self.notes[which] = factors.note(note, rows, wide, inner, by)
-        return result
+        self.notes[which] = factors.note(note, rows, wide, inner, weights, by)
+        return factors.add_back(frozen, inner, by)
 
 
 def _by_expert(
@@ -386,7 +400,7 @@ def _by_expert(
     ]
 
 
-def _to_peft(notes: Sequence[ExpertFactors | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def _to_peft(notes: Sequence[ExpertGradients | None], tensors: Sequence[Tensor]) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     for index, note in enumerate(notes):
         a, b = tensors[2 * index : 2 * index + 2]

@@ -64,15 +64,13 @@ def test_use_counts_alone_would_read_more() -> None:
     assert ours < plain
 
 
-def test_the_next_layer_follows_the_direction() -> None:
-    forecast = PassForecast(LAYERS, EXPERTS, BALANCED)
-    seen = []
-    for layer in passes(2):
+def test_what_comes_next_follows_the_direction() -> None:
+    forecast, calls = PassForecast(LAYERS, EXPERTS, BALANCED), passes(3)
+    for index, layer in enumerate(calls[: 2 * len(passes(1))]):
         forecast.observe(layer, ALL)
-        seen.append(forecast.following(layer))
-    up, down = [1, 2, 3, 4, 5, 5], [4, 3, 2, 1, 0, 0]
-    assert seen[: 2 * LAYERS] == up + down
-    assert seen[2 * LAYERS + 1 :] == (up + down)[1:]
+        if layer != calls[index - 1]:  # at a turn the direction shows with the second call
+            following = list(forecast.ahead(layer))
+            assert following == calls[index + 1 : index + 1 + len(following)]
 
 
 def test_an_expert_that_its_layer_did_not_use_goes_first() -> None:
