@@ -223,6 +223,7 @@ class Layer:
         self.is_transposed = bool(module.is_transposed)
         self.names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         first, second = (module._parameters[name].shape for name in self.names)
+        self.dtype = module._parameters["down_proj"].dtype
         self.up_width = int(first[2] if self.is_transposed else first[1])
         self.out_width = int(second[2] if self.is_transposed else second[1])
 
@@ -271,8 +272,10 @@ def run_experts(
     routes = Routes.of(expert_ids, layer.num_experts)
     tensors = [tensor for f in factors for tensor in ((f.lora_a, f.lora_b) if f else (None, None))]
     scalings = [f.scaling if f else 0.0 for f in factors]
-    result: Tensor = _Experts.apply(layer, routes, scalings, hidden, weights, *tensors)
-    return result
+    # in the type of the weights: autocast would convert every expert's again in every call
+    with torch.autocast(hidden.device.type, enabled=False):
+        result: Tensor = _Experts.apply(layer, routes, scalings, hidden.to(layer.dtype), weights, *tensors)
+    return result.to(hidden.dtype)
 
 
 def live_blocks(stacks: Mapping[str, Tensor], routes: Routes, is_grouped: bool) -> Generator[Block]:

@@ -37,6 +37,7 @@ def _threads() -> None:
         ("tune.groups=[attention]",),
         ("tune.groups=[attention,experts,router]",),
         ("model.dtype=bfloat16",),
+        ("train.mixed_precision=bf16",),
     ],
     ids=lambda o: o[0] if o else "default",
 )
