@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from coop.errors import DataError
 from tests.train.tiny import CHATML, build_tokenizer
+from train.data import formats
 from train.data.formats import Chat, Text, parse_row
-from train.data.load import formats
 from train.data.masking import Masker, describe_sample
 from train.data.records import RowError
 from train.data.rows import IGNORED_LABEL, Row

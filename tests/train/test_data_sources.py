@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from coop.errors import DataError
 from tests.train.tiny import write_recipe
 from train import finetune
-from train.data.load import sources
+from train.data import sources
 from train.data.records import Record, RowError
 from train.data.sources import is_local, needs_hub, read_file, read_records
 from train.schema import DataSection, SourceSection
