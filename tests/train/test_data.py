@@ -16,7 +16,7 @@ from rich.console import Console
 
 from coop.errors import DataError, RecipeError
 from tests.train.tiny import CHATML, build_recipe, build_tokenizer
-from train import data as data_module
+from train.data import load as data_module
 from train.data.load import LoadedData, load_data
 from train.data.masking import Masker
 from train.data.mixture import hold_out, mix, mix_counts, pick
