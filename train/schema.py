@@ -310,7 +310,7 @@ class TrainSection(Section):
     mixed_precision: Literal["bf16"] | None = Field(
         default=None,
         description="bf16: autocast to bfloat16, and with FSDP2 trained weights are kept in float32; null: all in "
-        "model.dtype. A launcher's own setting is overruled",
+        "model.dtype. Experts that coop computes stay in model.dtype. A launcher's own setting is overruled",
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
         default=0, description="of shuffling, LoRA start values and dropout"

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from coop.adapters.factored import (
     Block,
     Layer,
-    Lend,
     LiveFactors,
     Routes,
     can_group,
@@ -51,7 +50,7 @@ class ExpertTraining:
         wrappers = _wrappers(model)
         for entry in self.experts:
             own = {w.parameter_name: w for w in wrappers if w.get_base_layer() is entry.module}
-            lend = _live(entry, own) if scheduler is None else partial(_served, scheduler, entry.layer)
+            lend = _Live(entry.module, own) if scheduler is None else partial(_served, scheduler, entry.layer)
             entry.module.__dict__["coop_training"] = _Served(Layer(entry.module, lend), own)
         for wrapper in wrappers:
             _pass_through(wrapper)
@@ -111,17 +110,21 @@ def _register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, training_forward)
 
 
-def _live(entry: ExpertsModule, wrappers: Mapping[str, Any]) -> Lend:
-    """Lends what is in the module itself."""
-    module = entry.module
-    ranks = [rank for wrapper in wrappers.values() for rank in wrapper.r.values()]
+class _Live:
+    """Lends what is in the module itself, looked up at every call: a merge, a cast or a copy may have changed it."""
 
-    def lend(routes: Routes) -> Generator[Block]:
-        # asked for anew each time: a merge or a cast may have changed them
-        stacks = {name: p.detach() for name, p in module._parameters.items() if p is not None}
-        return live_blocks(stacks, routes, can_group(stacks, ranks))
+    def __init__(self, module: nn.Module, wrappers: Mapping[str, Any]) -> None:
+        self._module, self._wrappers = module, wrappers
 
-    return lend
+    def __call__(self, routes: Routes) -> Generator[Block]:
+        own = {name: p for name, p in self._module._parameters.items() if p is not None}
+        if any(p.requires_grad for p in own.values()):
+            raise CoopError(
+                "coop trains adapters of experts, not their weights: set model.experts to grouped_mm"
+            )
+        ranks = [rank for wrapper in self._wrappers.values() for rank in wrapper.r.values()]
+        stacks = {name: p.detach() for name, p in own.items()}
+        yield from live_blocks(stacks, routes, can_group(stacks, ranks))
 
 
 def _served(scheduler: Scheduler, layer: int, routes: Routes) -> Generator[Block]:
@@ -173,6 +176,14 @@ def _pass_through_class() -> type[nn.Module]:
             self._check_forward_args(x, *args, **kwargs)
             result: Tensor = self.get_base_layer()(x, *args, **kwargs)
             return result
+
+        def merge(self, *args: Any, **kwargs: Any) -> None:
+            if 0 in self.get_param().stride():
+                raise CoopError(
+                    "the experts are on disk, so nothing can be merged into them here: save the adapter and run "
+                    "python -m coop.pack --ckpt ADAPTER --out DIR, or train with checkpoint.final=merged"
+                )
+            super().merge(*args, **kwargs)
 
     return FactoredWrapper
 

@@ -310,3 +310,29 @@ def test_a_stream_that_is_closed_halfway_gives_everything_back(tmp_path: Path) -
         assert sorted(e for e, _ in opened.scheduler.stream(0, np.arange(8).reshape(4, 2))) == list(range(8))
         with pytest.raises(RoutingError, match="expert 9"):
             next(opened.scheduler.stream(0, np.array([[0, 9]])))
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights(tmp_path: Path) -> None:
+    ours = with_adapters(build_family(tmp_path, "mixtral"))
+    ExpertTraining(ours)
+    copied = copy.deepcopy(ours)
+    expected = copied(input_ids=batch()).logits
+    with torch.no_grad():
+        for entry in find_experts(ours):
+            entry.module.down_proj.mul_(2.0)  # type: ignore[operator]
+    assert torch.equal(copied(input_ids=batch()).logits, expected)
+    assert not torch.equal(ours(input_ids=batch()).logits, expected)
+
+
+def test_merging_into_experts_on_disk_and_training_frozen_weights_are_refused(tmp_path: Path) -> None:
+    model = build_family(tmp_path, "mixtral")
+    with open_offloaded(tmp_path, budget="50%", dtype=torch.float32) as opened:
+        ours = with_adapters(opened.model)
+        ExpertTraining(ours, opened.scheduler)
+        with pytest.raises(CoopError, match="the experts are on disk"):
+            ours.merge_adapter()
+    live = with_adapters(model)
+    training = ExpertTraining(live)
+    training.experts[0].module.requires_grad_(True)
+    with pytest.raises(CoopError, match="coop trains adapters of experts"):
+        live(input_ids=batch())
