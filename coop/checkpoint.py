@@ -149,7 +149,12 @@ def _named_base(folder: Path) -> Path:
         if candidate.is_dir() and (candidate / "config.json").exists():
             return candidate
     if _HUB_ID.fullmatch(name):
-        return _from_hub(name)
+        try:
+            return _from_hub(name)
+        except CheckpointError as exc:
+            raise CheckpointError(
+                f"the adapter's base {name!r} is not here: pass --base DIR ({exc})"
+            ) from exc
     raise CheckpointError(f"the adapter's base {name!r} is not here: pass --base DIR")
 
 

@@ -175,7 +175,14 @@ def _drift_parser() -> argparse.ArgumentParser:
 
 def drift(args: argparse.Namespace) -> int:
     """`python -m coop.profile drift PROFILE --against TRAFFIC [--json]`."""
-    from coop.profile_drift import DRIFTED, judge, render_drift, traffic_of_profile, traffic_of_routes
+    from coop.profile_drift import (
+        DRIFTED,
+        UNKNOWN,
+        judge,
+        render_drift,
+        traffic_of_profile,
+        traffic_of_routes,
+    )
     from coop.routes import Routes
 
     profile = Profile.load(args.profile)
@@ -187,7 +194,7 @@ def drift(args: argparse.Namespace) -> int:
         traffic = traffic_of_profile(profile, other)
     facts = judge(profile, traffic)
     _print(args, lambda: facts, lambda: render_drift(facts))
-    return 1 if facts["verdict"] == DRIFTED else 0
+    return {DRIFTED: 1, UNKNOWN: 3}.get(facts["verdict"], 0)
 
 
 # shared

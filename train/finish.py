@@ -9,8 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from coop.adapters.transformers import find_experts
 from coop.files import write_atomic
+from coop.plan import format_bytes
 from coop.profile import PROFILE_NAME, Profile
+from train.loading import Loaded
 from train.phases import Phases
 from train.saving import checkpoint
 from train.saving.card import render_card
@@ -37,6 +40,7 @@ def summarise(
     return {
         "name": recipe.logging.wandb.run_name or Path(recipe.output).name,
         "steps": steps,
+        "steps_here": progress.steps_done,
         "train_loss_first": losses[0],
         "train_loss_last": losses[-1],
         "eval_loss_before": before,
@@ -49,6 +53,23 @@ def summarise(
         "final": report.final_scalars(profile) if profile else {},
         "wandb": tracking.place,
     }
+
+
+def describe_experts(loaded: Loaded) -> dict[str, str]:
+    """What the summary and the card say of experts that were selected, and of those that stayed on disk."""
+    found = {}
+    if loaded.selection is not None:
+        counts = [entry.num_experts for entry in find_experts(loaded.model)]
+        found["experts_trained"] = loaded.selection.describe(counts)
+    if loaded.offloaded is not None:
+        scheduler = loaded.offloaded.scheduler
+        counters, nbytes = scheduler.counters, scheduler.loads["bytes_read"]
+        hits, misses = counters.hits_prefill, counters.misses_prefill
+        found["offload"] = (
+            f"offloaded experts: {format_bytes(nbytes)} read, {hits / max(1, hits + misses):.1%} of the requests "
+            f"found their expert resident, waited {counters.waits.total:.1f} s for reads"
+        )
+    return found
 
 
 def publish(run: report.Finished, metrics: Metrics, tracking: Tracking) -> None:

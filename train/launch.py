@@ -37,7 +37,7 @@ def join_processes(recipe: Recipe, recipe_path: Path, is_dry: bool = False) -> P
     if launched != state.num_processes:
         raise CoopError(
             f"{launched} processes were launched but this one sees {state.num_processes}; start with: "
-            f"{launch_command(recipe, recipe_path)}"
+            f"{launch_command(recipe, recipe_path)} [key=value ...]"
         )
     _refuse_dropped(asked, state)
     _refuse_untried(asked, recipe)
@@ -123,7 +123,7 @@ def _refuse_untried(asked: str, recipe: Recipe) -> None:
 def _check_recipe(
     recipe: Recipe, recipe_path: Path, state: PartialState, kind: str | None, asked: str
 ) -> None:
-    again = f"start with: {launch_command(recipe, recipe_path)}"
+    again = f"start with: {launch_command(recipe, recipe_path)} [key=value ...]"
     expected = recipe.launch.processes
     if expected is not None and expected != state.num_processes:
         raise CoopError(f"launch.processes is {expected}, but {state.num_processes} take part; {again}")

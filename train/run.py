@@ -263,6 +263,7 @@ def _finish(
         exported = export_result(recipe, loaded.model, progress.say)
     steps = trainer.state.global_step
     summary = finish.summarise(recipe, steps, progress, metrics, profile, coop, phases, tracking) | exported
+    summary |= finish.describe_experts(loaded)
     if best is not None:
         summary |= {"best_step": best.step, "eval_loss_after": best.eval_loss}
     with checkpoint.saving(output, output):

@@ -60,7 +60,9 @@ class ModelSection(Section):
         "as model.experts_budget holds; for models larger than memory",
     )
     experts_budget: str = Field(
-        default="50%", description="memory for offloaded experts: 6GiB, or a share of all experts such as 50%"
+        default="50%",
+        pattern=r"(?i)^(auto|[0-9]+(\.[0-9]+)? *(%|[kmgt]?i?b?))$",
+        description="memory for offloaded experts: 6GiB, a share of all experts such as 50%, or auto",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         default="sdpa", description="how transformers computes attention"

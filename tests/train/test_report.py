@@ -28,6 +28,7 @@ def summary(profile: Any, name: str = "run") -> dict[str, Any]:
     return {
         "name": name,
         "steps": 3,
+        "steps_here": 3,
         "train_loss_first": 3.0,
         "train_loss_last": 2.0,
         "eval_loss_before": 3.0,

@@ -79,8 +79,10 @@ def _training_facts(recipe: Recipe, summary: dict[str, Any]) -> list[str]:
         if coefficient
         else "off"
     )
+    but = f", but not {', '.join(tune.freeze)}" if tune.freeze else ""
     facts = [
-        f"{method} of {', '.join(tune.groups)}; router {router}; load-balancing loss: {aux}",
+        f"{method} of {', '.join(tune.groups)}{but}; router {router}; load-balancing loss: {aux}",
+        *([summary["experts_trained"]] if "experts_trained" in summary else []),
         f"{summary['steps']} steps of {train.batch_size} x {train.grad_accumulation} rows on each device, "
         f"{train.schedule} from {train.learning_rate:g}, in {recipe.model.dtype}, seed {train.seed}",
         f"data: `{recipe.data.train_names}`, loss on {recipe.data.trained_part}",

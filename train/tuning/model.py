@@ -72,10 +72,22 @@ def load_tokenizer(recipe: Recipe) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
     except (OSError, ValueError) as exc:
-        raise CheckpointError(f"{recipe.model.path}: no tokenizer can be loaded: {_first_line(exc)}") from exc
+        raise CheckpointError(
+            f"{recipe.model.path}: no tokenizer can be loaded: {_first_line(exc)}{_how_to_get(recipe)}"
+        ) from exc
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _how_to_get(recipe: Recipe) -> str:
+    """What to do about a model that is not here."""
+    path = recipe.model.path
+    return (
+        ""
+        if is_local(recipe)
+        else f"; download it where there is a network (hf download {path}) and give model.path=FOLDER"
+    )
 
 
 def load_config(recipe: Recipe) -> Any:
@@ -237,7 +249,7 @@ def find_targets(model: nn.Module, wanted: Sequence[str], freeze: Sequence[str] 
         if group in wanted and not freezer(name, group)
     }
     freezer.refuse_unused()
-    _refuse_empty(model, [group for group in wanted if group not in chosen.values()])
+    _refuse_empty(model, [group for group in wanted if group not in chosen.values()], groups)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     every = [name for name, _ in model.named_parameters()]
     # PEFT rewrites modules named like experts of older checkpoints (gate_proj, up_proj, down_proj) to the
@@ -268,7 +280,13 @@ def _adaptable(model: nn.Module, groups: Groups) -> Iterator[tuple[str, str]]:
             yield name, "router"
 
 
-def _refuse_empty(model: nn.Module, empty: list[str]) -> None:
+def _refuse_empty(model: nn.Module, empty: list[str], groups: Groups) -> None:
+    present = {groups.of(name) for name, _ in model.named_parameters()}
+    frozen = [group for group in empty if group in present]
+    if frozen:
+        raise RecipeError(
+            f"tune.freeze: leaves nothing of {', '.join(frozen)} to train: take it out of tune.groups"
+        )
     if empty:
         raise RecipeError(f"tune.groups: {', '.join(empty)} matches nothing in {type(model).__name__}")
 
@@ -335,7 +353,7 @@ def _unfreeze(model: nn.Module, wanted: Sequence[str], freeze: Sequence[str]) ->
         parameter.requires_grad_(is_trained)
         found.update([group] if is_trained else [])
     freezer.refuse_unused()
-    _refuse_empty(model, [group for group in wanted if group not in found])
+    _refuse_empty(model, [group for group in wanted if group not in found], groups)
     return model
 
 

@@ -117,7 +117,7 @@ class ProgressCallback(TrainerCallback):
         self._tokens_before = 0
         self.step_seconds = 0.0
         self.train_tokens = 0
-        self._steps_done = 0
+        self.steps_done = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -154,7 +154,7 @@ class ProgressCallback(TrainerCallback):
         seconds = time.perf_counter() - self._began_step
         self._seconds += seconds
         self.step_seconds += seconds
-        self._steps_done += 1
+        self.steps_done += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
 
@@ -191,7 +191,7 @@ class ProgressCallback(TrainerCallback):
             self.say(f"step {state.global_step}/{state.max_steps}  {text}  {self._time_left(state)} left")
 
     def _time_left(self, state: TrainerState) -> str:
-        seconds = round((state.max_steps - state.global_step) * self.step_seconds / max(1, self._steps_done))
+        seconds = round((state.max_steps - state.global_step) * self.step_seconds / max(1, self.steps_done))
         return f"{seconds // 60}:{seconds % 60:02d}"
 
     def say(self, line: str) -> None:

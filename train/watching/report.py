@@ -64,7 +64,9 @@ def eval_losses(records: list[dict[str, Any]]) -> tuple[float | None, float | No
 
 def render_summary(summary: dict[str, Any], output: Path) -> str:
     """The closing lines of a run, from the values that are written to summary.json."""
-    lines = [f"finished {summary['steps']} steps in {summary['phases']['training']:.1f} s"]
+    steps, here = summary["steps"], summary["steps_here"]
+    of_them = f", the last {here} of them" if here < steps else ""
+    lines = [f"finished {steps} steps{of_them} in {summary['phases']['training']:.1f} s"]
     if summary["eval_loss_before"] is not None:
         before, after = summary["eval_loss_before"], summary["eval_loss_after"]
         lines.append(f"eval loss {before:.4f} before, {after:.4f} after ({after - before:+.4f})")
@@ -77,6 +79,9 @@ def render_summary(summary: dict[str, Any], output: Path) -> str:
     )
     if summary["profile"]:
         lines += _render_profile(summary)
+    if "offload" in summary:
+        lines.append(summary["offload"])
+    lines += [f"{name} {summary[name]}" for name in ("merged", "pack") if name in summary]
     if summary["wandb"]:
         lines.append(f"W&B {summary['wandb']}")
     lines.append(f"report {output / 'report.html'} and {output / 'report.png'}")
