@@ -103,8 +103,17 @@ def total_steps(recipe: Recipe, rows: int) -> int:
     train = recipe.train
     if train.steps is not None:
         return train.steps
-    batch = train.batch_size * train.grad_accumulation * PartialState().num_processes
-    return ceil(rows * (train.epochs or 1) / batch)
+    return max(1, ceil(round((train.epochs or 1) * steps_per_epoch(recipe, rows), 9)))
+
+
+def steps_per_epoch(recipe: Recipe, rows: int) -> int:
+    """Optimiser steps in which Trainer passes over `rows` sequences once: the last one of them may be short.
+
+    Every process takes equally many batches (accelerate fills the last ones up), and no step spans two epochs.
+    """
+    train = recipe.train
+    batches = ceil(rows / (train.batch_size * PartialState().num_processes))
+    return ceil(batches / train.grad_accumulation)
 
 
 def _refuse_other_data(digest: str) -> None:

@@ -143,14 +143,13 @@ def show_line(console: Console, line: str) -> None:
 
 
 def show_plan(
-    console: Console, recipe: Recipe, model: nn.Module, train_rows: int, total_steps: int, world: int
+    console: Console, recipe: Recipe, model: nn.Module, total_steps: int, epochs: float, world: int
 ) -> None:
     """Steps, epochs, checkpoints and the disk that they need."""
     train, coop = recipe.train, recipe.coop
     rows = train.batch_size * train.grad_accumulation * world
-    epochs = total_steps * rows / train_rows
     what = "sequences" if recipe.data.packing else "rows"
-    parts = [f"plan: {total_steps} steps of {rows} {what} ({epochs:.2f} epochs)"]
+    parts = [f"plan: {total_steps} steps of up to {rows} {what} ({epochs:.2f} epochs)"]
     every = recipe.checkpoint.every_steps
     parts.append(
         f"a checkpoint every {every} steps, {recipe.checkpoint.keep} kept" if every else "no checkpoints"

@@ -24,7 +24,7 @@ from train import finish
 from train.data.packing import IsolationCheck
 from train.data.rows import to_dataset
 from train.launch import check_sharded, join_processes, launch_command
-from train.loading import Loaded, load
+from train.loading import Loaded, load, steps_per_epoch
 from train.opening import show_header, show_plan, show_resume
 from train.phases import Phases
 from train.saving import checkpoint
@@ -66,8 +66,11 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     with ExitStack() as held:
         earlier = output if is_resuming else None
         loaded = load(recipe, console, phases, held, is_dry=options.is_dry, earlier=earlier)
-        rows, world = len(loaded.train_rows), state.num_processes
-        show_plan(console, recipe, loaded.model, rows, loaded.total_steps, world)
+        epochs, world = (
+            loaded.total_steps / steps_per_epoch(recipe, len(loaded.train_rows)),
+            state.num_processes,
+        )
+        show_plan(console, recipe, loaded.model, loaded.total_steps, epochs, world)
         loaded.opening, console.record = console.export_text(), False
         if options.is_dry:
             console.print("dry run: everything above is in order; nothing was trained")

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTConfig, SFTTrainer
 
 from coop.errors import CheckpointError, CoopError, SaveError
 from coop.profile import PROFILE_NAME, Profile
-from train.data.rows import Row, to_dataset
+from train.data.rows import IGNORED_LABEL, Row, to_dataset
 from train.saving.checkpoint import (
     Best,
     describe_newest,
@@ -78,6 +79,7 @@ class CoopTrainer(SFTTrainer):
         self._coop, self._mask, self._deciding, self._recipe, self._say = coop, mask, deciding, recipe, say
         options["args"].router_aux_loss_coef = apply_aux_loss(options["model"], recipe)
         self._is_staging = False
+        self._eval_sums = [0.0, 0.0]  # loss times tokens, tokens
         self._best: Best | None = None
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
@@ -132,7 +134,38 @@ class CoopTrainer(SFTTrainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The weights that the optimiser decays: those of which some experts are frozen decay under their mask."""
         names: list[str] = super().get_decay_parameter_names(model)
-        return self._mask.outside(names) if self._mask is not None else names
+        return self._mask.take_decay(names) if self._mask is not None else names
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Trainer's, whose loss is the mean over all held-out tokens instead of that over batches."""
+        self._eval_sums = [0.0, 0.0]
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        kind = torch.float32 if self.args.device.type == "mps" else torch.float64  # mps has no float64
+        sums = self._sum(torch.tensor(self._eval_sums, dtype=kind, device=self.args.device)).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = sums[0] / max(1.0, sums[1])
+        return output
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """TRL's; notes the loss by the tokens that it is the mean of, each row once among all processes."""
+        inputs = {**inputs, "labels": self._own_labels(inputs)}
+        tokens = int((inputs["labels"] != IGNORED_LABEL).sum())  # of each row, the first is never one
+        step = super().prediction_step(model, inputs, *args, **kwargs)
+        if tokens:
+            self._eval_sums[0] += float(step[0]) * tokens
+            self._eval_sums[1] += tokens
+        return step
+
+    def _own_labels(self, inputs: dict[str, Any]) -> Tensor:
+        """Labels [rows, tokens] without those of the rows that accelerate repeats to fill the last batches up."""
+        labels: Tensor = inputs["labels"]
+        state, world = self.accelerator.gradient_state, self.accelerator.num_processes
+        if world == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return labels
+        size = self.args.per_device_eval_batch_size
+        own = max(0, state.remainder - self.accelerator.process_index * size)
+        is_flat = "position_ids" in inputs  # packed: rows behind each other, each from position 0 on
+        row = (inputs["position_ids"] == 0).cumsum(-1) - 1 if is_flat else torch.arange(len(labels))[:, None]
+        return labels.masked_fill(row.to(labels.device) >= own, IGNORED_LABEL)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Trainer's checkpoint, in the hidden folder; then it appears, and then older ones are deleted."""

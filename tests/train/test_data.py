@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trl
 from hypothesis import given
@@ -217,6 +218,16 @@ def test_held_out_rows_are_the_same_in_any_order_and_duplicates_are_on_one_side(
         "a larger share holds out more, not others"
     )
     assert texts(hold_out(rows, 0.25, 8)[1]) != texts(held_out)
+
+
+def test_equal_tokens_are_on_one_side_whatever_of_them_is_trained() -> None:
+    rows = make_rows(*[f"row {i}" for i in range(60)])
+    others = [
+        Row(row.input_ids, np.where(row.input_ids == row.input_ids[-1], row.labels, -100)) for row in rows
+    ]
+    sides = [hold_out(each, 0.4, 7) for each in (rows, others)]
+    assert texts(sides[0][1]) == texts(sides[1][1]) and 0 < len(sides[0][1]) < 60
+    assert texts(pick(rows, 10, 3)) == texts(pick(others, 10, 3))
 
 
 def test_share_of_the_training_rows_is_held_out_after_mixing(tmp_path: Path) -> None:

@@ -176,6 +176,127 @@ def test_calls_of_tools_reach_the_template_and_are_refused_where_it_drops_them()
             tokenize(row, template)
 
 
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "x"}]
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"messages": [*chat("q"), {"role": "assistant", "content": "x", "train": False}]},
+            r"\[1\].train is False",
+        ),
+        ({"messages": chat("q", "x"), "weight": 0}, "^weight is 0; all answers are trained alike"),
+        ({"conversations": [*SHARED, {**SHARED[1], "weight": 0}]}, r"conversations\[2\].weight is 0"),
+        ({"prompt": chat("q"), "completion": [{**chat("", "x")[1], "weight": 0.5}]}, "weight is 0.5"),
+        ({"instruction": "q", "output": "x", "weight": "0"}, "^weight is '0'"),
+        ({"text": "q", "train": False}, "^train is False"),
+    ],
+)
+def test_what_asks_not_to_be_trained_is_refused_and_not_trained_all_the_same(row: Any, reason: str) -> None:
+    with pytest.raises(RowError, match=reason):
+        tokenize(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": chat("q", "x")},
+        {"conversations": SHARED},
+        {"prompt": chat("q"), "completion": chat("", "x")[1:]},
+        {"instruction": "q", "output": "x"},
+    ],
+)
+def test_tools_and_system_beside_the_messages_reach_the_template_or_are_refused(row: Any) -> None:
+    whole, trained = tokenize({**row, "tools": [CALL], "system": "be brief"}, TOOLS)
+    system = "<|im_start|>system\nbe brief<|im_end|>\n"
+    assert '"name": "add"' in whole and whole.endswith(system + CONVERSATION.format("q", "x"))
+    assert trained == "x<|im_end|>"
+    with pytest.raises(RowError, match="leaves out the tools"):
+        tokenize({**row, "tools": [CALL]}, CHATML)
+
+
+def test_text_takes_no_tools_and_a_second_system_is_refused() -> None:
+    for key in ("tools", "system"):
+        with pytest.raises(RowError, match=f"{key} needs prompt and completion as lists"):
+            tokenize({"prompt": "a", "completion": "b", key: ["x"]})
+    messages = [{"role": "system", "content": "be brief"}, *chat("q", "x")]
+    assert tokenize({"messages": messages, "system": "be brief"}) == tokenize({"messages": messages})
+    with pytest.raises(RowError, match="system is there twice"):
+        tokenize({"messages": messages, "system": "be long"})
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_lost_call_is_noticed_though_its_name_stands_elsewhere(template: str) -> None:
+    call = {"role": "assistant", "content": "add", "tool_calls": [CALL]}
+    with pytest.raises(RowError, match=r"leaves out the tool_calls of messages\[1\]"):
+        tokenize({"messages": [*chat("please add"), call]}, template)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_reasoning_that_the_template_drops_is_refused(key: str, template: str) -> None:
+    answer = {"role": "assistant", "content": "x", key: "let me see"}
+    with pytest.raises(RowError, match=rf"leaves out the {key} of messages\[1\]"):
+        tokenize({"messages": [*chat("q"), answer]}, template)
+    thoughtful = template.replace("m['content']", f"(m.get('{key}') or '') + m['content']")
+    assert tokenize({"messages": [*chat("q"), answer]}, thoughtful)[1] == "let me seex<|im_end|>"
+
+
+LYING = (
+    MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'user'"),
+    MARKED.replace("m['role'] == 'assistant'", "m['role'] != 'system'"),
+    "{% for m in messages %}{% generation %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", LYING)
+def test_marks_on_other_than_the_assistant_are_not_believed(template: str) -> None:
+    row = {"messages": chat("what is the capital?", "x", "and now, what is it?", "y")}
+    assert tokenize(row, template) == tokenize(row, CHATML)
+    with pytest.raises(RowError, match="has no generation prompt"):
+        tokenize(row, template.partition("{% if add")[0])
+
+
+def test_reasoning_that_the_generation_prompt_begins_is_no_loss() -> None:
+    opened = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert tokenize({"messages": chat("q", "<think>\nhm</think>x")}, opened)[1] == "hm</think>x<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (CHATML.replace("+ m['content']", "+ (m['content'] | upper)"), r"changes messages\[0\] of the user"),
+        (
+            CHATML.replace("+ m['content']", "+ ('no' if m['role'] == 'assistant' else m['content'])"),
+            r"do not hold what messages\[1\] of the assistant says",
+        ),
+        (CHATML.partition("{% if add")[0], "has no generation prompt, so '<|im_start|>assistant'"),
+        (
+            "{% for m in messages if m['role'] != 'user' %}{{ m['content'] }}{% endfor %}",
+            "leaves out or changes",
+        ),
+    ],
+)
+def test_template_that_trains_other_than_what_the_assistant_says_is_refused(
+    template: str, reason: str
+) -> None:
+    with pytest.raises(RowError, match=reason):
+        tokenize({"messages": chat("what is the capital?", "the secret answer")}, template)
+
+
+def test_long_text_is_tokenised_only_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer()
+    long, short = Masker(tokenizer, max_length=8), Masker(tokenizer)
+    for text in (Text("text", "", "ab " * 1000), Text("prompt_completion", "p" * 3000, "answer")):
+        mine, whole = long.tokenize(text), short.tokenize(text)
+        assert 8 < len(mine.input_ids) < 600 < len(whole.input_ids)
+        assert mine.cut(8).digest() == whole.cut(8).digest()
+
+
 @pytest.mark.parametrize(
     ("row", "format", "reason"),
     [

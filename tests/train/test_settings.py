@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coop.profile import Profile
 from tests.train.test_training import train, train_until_killed
-from tests.train.tiny import build_recipe, read_losses
+from tests.train.tiny import build_recipe, build_tokenizer, read_losses
+from train.data.load import load_data
 from train.saving.checkpoint import METRICS_NAME
 from train.trainer import CoopTrainer
 from train.watching.progress import read_metrics
@@ -71,6 +73,39 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(tmp_path
 def test_eval_before_training_can_be_left_out(tmp_path: Path) -> None:
     output = train(build_recipe(tmp_path, *QUICK))
     assert [r["step"] for r in read_metrics(output / METRICS_NAME) if "eval_loss" in r] == [6]
+
+
+def test_eval_loss_is_the_mean_over_held_out_tokens_whatever_the_batch(tmp_path: Path) -> None:
+    common = (
+        "coop.profile.enabled=false",
+        "checkpoint.every_steps=0",
+        "train.steps=1",
+        "moe.aux_loss_coef=0",
+    )
+    losses = []
+    for size in (1, 2, 3, 4, 6):
+        recipe = build_recipe(tmp_path, *common, f"eval.batch_size={size}", f"output={tmp_path / str(size)}")
+        losses += [r["eval_loss"] for r in read_metrics(train(recipe) / METRICS_NAME) if "eval_loss" in r][:1]
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-6)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [("10", 20), ("1.5", 3), ("0.3", 1)])
+def test_epochs_are_whole_passes_though_the_last_step_of_each_is_short(
+    tmp_path: Path, epochs: str, steps: int
+) -> None:
+    batches = ("train.batch_size=1", "train.grad_accumulation=23", "train.learning_rate=1e-5")
+    recipe = build_recipe(
+        tmp_path, "train.steps=null", f"train.epochs={epochs}", *batches, "eval.at_start=false"
+    )
+    output = train(recipe)
+    assert read_losses(output)[-1]["step"] == steps
+    if epochs == "10":
+        profile, rows = (
+            Profile.load(output / "checkpoint-20"),
+            load_data(recipe.data, build_tokenizer(), 0).train_rows,
+        )
+        used = profile.train_tokens_prompt + profile.train_tokens_answer
+        assert used == 10 * sum(len(row.input_ids) for row in rows)
 
 
 def test_run_without_a_new_lowest_loss_stops_and_a_resumed_one_stops_at_the_same_step(

@@ -34,7 +34,9 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 MAX_TEXT_CHARACTERS = 16 * 2**20
-PASSED_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+PASSED_KEYS = ("name", "tool_calls", "tool_call_id", *REASONING_KEYS)
+SWITCH_KEYS = ("train", "training", "train_on_turn", "loss")  # with false, other trainers leave a turn out
 Message = dict[str, Any]
 
 
@@ -71,6 +73,7 @@ def parse_row(value: Any, format: str, columns: Mapping[str, str]) -> Chat | Tex
     missing = [key for key in REQUIRED[name] if key not in row]
     if missing:
         raise RowError("format", f"{name} needs {' and '.join(missing)}; the row has {_keys(row)}")
+    _refuse_untrained(row, "")
     return _PARSERS[name](row)
 
 
@@ -143,6 +146,35 @@ def _content(value: Any, name: str) -> str:
     return "".join(texts)
 
 
+def _refuse_untrained(holder: Mapping[str, Any], prefix: str) -> None:
+    """Refuse what a row or a turn says of its weight in the loss, unless it is the whole one."""
+    if str(holder.get("weight", 1)).lower() not in ("1", "1.0", "true"):
+        raise RowError("field", f"{prefix}weight is {holder['weight']!r:.40}; all answers are trained alike")
+    for key in SWITCH_KEYS:
+        if str(holder.get(key, True)).lower() in ("false", "0", "0.0", "no"):
+            raise RowError("field", f"{prefix}{key} is {holder[key]!r:.40}; all answers are trained alike")
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any]:
+    """The tools of a row, for the chat template."""
+    tools = row.get("tools", [])
+    if not isinstance(tools, list):
+        raise RowError("field", f"tools is not a list but {_kind(tools)}")
+    return tools
+
+
+def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """`messages` behind the row's own `system`, if it has one."""
+    if not row.get("system"):
+        return messages
+    system = {"role": "system", "content": _text(row["system"], "system")}
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] != system["content"]:
+            raise RowError("field", "system is there twice: beside the messages, and as the first of them")
+        return messages
+    return [system, *messages]
+
+
 def _messages(value: Any, name: str) -> list[Message]:
     """The messages in `value`, each with role, content and what templates know besides."""
     if not isinstance(value, list) or not value:
@@ -157,32 +189,27 @@ def _message(message: Any, name: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise RowError("field", f"{name}.role is {role!r:.40}, not one of {', '.join(ROLES)}")
-    if message.get("weight", 1) != 1:
-        raise RowError("field", f"{name}.weight is {message['weight']!r:.40}; all answers are trained alike")
+    _refuse_untrained(message, f"{name}.")
     kept = {key: message[key] for key in PASSED_KEYS if key in message}
     if not isinstance(kept.get("tool_calls", []), list):
         raise RowError("field", f"{name}.tool_calls is not a list but {_kind(kept['tool_calls'])}")
-    for key in ("name", "tool_call_id", "reasoning_content", "thinking"):
-        if key in kept:
+    for key in PASSED_KEYS:
+        if key in kept and key != "tool_calls":
             _text(kept[key], f"{name}.{key}")
     content = message.get("content", "" if kept.get("tool_calls") else None)
     return {"role": role, "content": _content(content, f"{name}.content"), **kept}
 
 
 def _from_messages(row: dict[str, Any]) -> Chat:
-    tools = row.get("tools", [])
-    if not isinstance(tools, list):
-        raise RowError("field", f"tools is not a list but {_kind(tools)}")
-    return Chat("messages", _messages(row["messages"], "messages"), tools=tools)
+    messages = _with_system(row, _messages(row["messages"], "messages"))
+    return Chat("messages", messages, tools=_tools(row))
 
 
 def _from_sharegpt(row: dict[str, Any]) -> Chat:
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
         raise RowError("field", 'conversations is not a list of {"from": ..., "value": ...}')
-    messages = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": _text(row["system"], "system")})
+    messages: list[Message] = []
     for index, turn in enumerate(turns):
         name = f"conversations[{index}]"
         if not isinstance(turn, dict):
@@ -190,9 +217,10 @@ def _from_sharegpt(row: dict[str, Any]) -> Chat:
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             raise RowError("field", f"{name}.from is {speaker!r:.40}, not one of {', '.join(SHAREGPT_ROLES)}")
+        _refuse_untrained({key: value for key, value in turn.items() if value is not None}, f"{name}.")
         content = _text(turn.get("value"), f"{name}.value")
         messages.append({"role": SHAREGPT_ROLES[speaker], "content": content})
-    return Chat("sharegpt", messages)
+    return Chat("sharegpt", _with_system(row, messages), tools=_tools(row))
 
 
 def _from_alpaca(row: dict[str, Any]) -> Chat:
@@ -201,18 +229,20 @@ def _from_alpaca(row: dict[str, Any]) -> Chat:
     question = _some_text(row["instruction"], "instruction")
     context = _text(row.get("input", ""), "input")
     messages = [{"role": "user", "content": f"{question}\n\n{context}" if context.strip() else question}]
-    if row.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
-    return Chat("alpaca", [*messages, {"role": "assistant", "content": _some_text(row["output"], "output")}])
+    messages.append({"role": "assistant", "content": _some_text(row["output"], "output")})
+    return Chat("alpaca", _with_system(row, messages), tools=_tools(row))
 
 
 def _from_prompt_completion(row: dict[str, Any]) -> Chat | Text:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
-        return Chat("prompt_completion", [*before, *after], context=len(before))
+        before, after = _with_system(row, _messages(prompt, "prompt")), _messages(completion, "completion")
+        return Chat("prompt_completion", [*before, *after], context=len(before), tools=_tools(row))
     if isinstance(prompt, str) != isinstance(completion, str):
         raise RowError("field", "prompt and completion must both be text, or both lists of messages")
+    for key in ("system", "tools"):
+        if row.get(key):
+            raise RowError("field", f"{key} needs prompt and completion as lists of messages, for a chat template")
     return Text("prompt_completion", _text(prompt, "prompt"), _some_text(completion, "completion"))
 
 

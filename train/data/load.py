@@ -98,7 +98,7 @@ class LoadedData:
 
 def load_data(data: DataSection, tokenizer: Any, seed: int, console: Console | None = None) -> LoadedData:
     """Everything that the recipe's `data` section asks for. Raises DataError naming file, line or key."""
-    reader = _Reader(data, Masker(tokenizer, data.loss_on), console or Console(quiet=True))
+    reader = _Reader(data, Masker(tokenizer, data.loss_on, data.max_length), console or Console(quiet=True))
     notes: list[str] = []
     by_source, train = reader.read_all(data.train, data.max_train_rows, seed)
     held_out, held_summaries = reader.read_all(data.eval or [], data.max_eval_rows, seed)

@@ -27,7 +27,7 @@ def mix_counts(available: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 def pick(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
     """`count` of `rows`, in their order: those with the smallest hashes of seed and tokens."""
-    ranked = sorted(range(len(rows)), key=lambda index: (rows[index].digest(f"mixture {seed}"), index))
+    ranked = sorted(range(len(rows)), key=lambda index: (rows[index].token_digest(f"mixture {seed}"), index))
     return [rows[index] for index in sorted(ranked[:count])]
 
 
@@ -47,5 +47,5 @@ def hold_out(rows: Sequence[Row], fraction: float, seed: int) -> tuple[list[Row]
     limit = int(fraction * 2**64)
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
-        sides[int.from_bytes(row.digest(f"held out {seed}")[:8]) < limit].append(row)
+        sides[int.from_bytes(row.token_digest(f"held out {seed}")[:8]) < limit].append(row)
     return sides

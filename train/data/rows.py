@@ -45,12 +45,16 @@ class Row:
         """The first `max_length` tokens."""
         return Row(self.input_ids[:max_length].copy(), self.labels[:max_length].copy())
 
-    def digest(self, salt: str = "") -> bytes:
-        """32 bytes that depend on the tokens, the labels, the packing and `salt` alone."""
-        digest = hashlib.sha256(f"{salt}:{self.lengths}:".encode())
+    def digest(self) -> bytes:
+        """32 bytes that depend on the tokens, the labels and the packing alone."""
+        digest = hashlib.sha256(f":{self.lengths}:".encode())
         digest.update(self.input_ids.astype("<i4").tobytes())
         digest.update(self.labels.astype("<i4").tobytes())
         return digest.digest()
+
+    def token_digest(self, salt: str) -> bytes:
+        """32 bytes that depend on the tokens and `salt` alone, whatever of the row is trained."""
+        return hashlib.sha256(f"{salt}:".encode() + self.input_ids.astype("<i4").tobytes()).digest()
 
 
 def digest_rows(rows: Iterable[Row]) -> str:

@@ -44,6 +44,7 @@ class ExpertMask(TrainerCallback):
     def __init__(self, model: nn.Module, selection: Selection, weight_decay: float) -> None:
         self._weight_decay = weight_decay
         self._masked = _masked_parameters(model, selection)
+        self._decayed: list[_Masked] = []  # until Trainer says what decays
         assert self._masked, "a selection of experts of which none is trained"
         self._hooks: list[Any] = [item.parameter.register_hook(_Zero(item.frozen)) for item in self._masked]
 
@@ -54,10 +55,11 @@ class ExpertMask(TrainerCallback):
             int(item.frozen.sum()) * (item.parameter.numel() // item.frozen.numel()) for item in self._masked
         )
 
-    def outside(self, names: Sequence[str]) -> list[str]:
-        """The names of weights that the optimiser itself may decay: all of `names` but the masked ones."""
-        masked = {item.name for item in self._masked}
-        return [name for name in names if name not in masked]
+    def take_decay(self, names: Sequence[str]) -> list[str]:
+        """Of the weights that Trainer would decay (no biases), take on the masked; the others stay the optimiser's."""
+        self._decayed = [item for item in self._masked if item.name in set(names)]
+        mine = {item.name for item in self._decayed}
+        return [name for name in names if name not in mine]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -79,7 +81,7 @@ class ExpertMask(TrainerCallback):
     @torch.no_grad()
     def _decay(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        for item in self._masked:
+        for item in self._decayed:
             if item.parameter.grad is not None:
                 factor = 1.0 - float(rates[id(item.parameter)]) * self._weight_decay
                 frozen = item.frozen.to(item.parameter.device)
