@@ -194,7 +194,9 @@ def find_resume_point(
 
 
 def _refuse_unforceable(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    fixed = [line for line in describe_differences(old, new) if line.startswith(_UNFORCEABLE)]
+    shared = old.keys() & new.keys()
+    pairs = ({key: facts[key] for key in shared} for facts in (old, new))
+    fixed = [line for line in describe_differences(*pairs) if line.startswith(_UNFORCEABLE)]
     if fixed:
         raise CheckpointError(
             f"{folder}: --force cannot change what this checkpoint fixes:\n  "
@@ -211,7 +213,7 @@ def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[s
             key == BASE_KEY and before == _ABSENT
         ):  # earlier versions did not look at the base
             continue
-        if key == BASE_KEY:
+        if key == BASE_KEY and isinstance(before, dict) and isinstance(after, dict):
             names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
             yield f"{key}: others than before: {_short(names)}"
         elif key == DATA_KEY and _ABSENT not in (before, after):
