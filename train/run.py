@@ -7,6 +7,7 @@ Owns the order of things; promises that everything that can be refused is refuse
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from transformers import EarlyStoppingCallback
 from transformers.utils import logging as transformers_logging
 
 from coop.errors import RecipeError
 from coop.files import write_atomic
+from coop.profile import PROFILE_NAME
 from train import finish
 from train.data.packing import IsolationCheck
 from train.data.rows import to_dataset
@@ -28,9 +31,11 @@ from train.loading import Loaded, load, steps_per_epoch
 from train.opening import show_header, show_plan, show_resume
 from train.phases import Phases
 from train.saving import checkpoint
+from train.saving.base import identify_base
 from train.saving.checkpoint import ResumePoint
 from train.saving.durable import recover
 from train.saving.export import export_result
+from train.saving.output import HEADER, check_output, clear_output, locked
 from train.saving.push import check_login, push_result
 from train.schema import Recipe
 from train.stopping import Stop
@@ -60,22 +65,24 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
     console = Console(quiet=not state.is_main_process, record=True)
     output, phases = Path(recipe.output), Phases()
     is_resuming = options.resume is not None
-    checkpoint.check_output(output, is_resuming=is_resuming, is_overwriting=options.is_overwriting)
+    check = partial(
+        check_output, recipe, recipe_path, is_resuming=is_resuming, is_overwriting=options.is_overwriting
+    )
+    check()
     check_login(recipe.hub)
-    show_header(console, recipe, recipe_path, state)
     with ExitStack() as held:
+        if not options.is_dry:
+            _lock(output, check, held, state)
+        show_header(console, recipe, recipe_path, state)
         earlier = output if is_resuming else None
         loaded = load(recipe, console, phases, held, is_dry=options.is_dry, earlier=earlier)
-        epochs, world = (
-            loaded.total_steps / steps_per_epoch(recipe, len(loaded.train_rows)),
-            state.num_processes,
-        )
-        show_plan(console, recipe, loaded.model, loaded.total_steps, epochs, world)
+        epochs = loaded.total_steps / steps_per_epoch(recipe, len(loaded.train_rows))
+        show_plan(console, recipe, loaded.model, loaded.total_steps, epochs, state.num_processes)
         loaded.opening, console.record = console.export_text(), False
         if options.is_dry:
             console.print("dry run: everything above is in order; nothing was trained")
             return
-        deciding = checkpoint.run_facts(recipe.deciding, loaded.data.digest(), world)
+        deciding = _facts(recipe, loaded, state)
         point = _find_point(output, options, deciding, console, state)
         state.wait_for_everyone()
         if state.is_main_process:
@@ -84,6 +91,29 @@ def run(recipe: Recipe, recipe_path: Path, options: Options) -> None:
         _train(recipe, loaded, point, deciding, options.stop, console, phases)
     if state.is_main_process and recipe.hub.push:
         push_result(recipe.hub, output, partial(say, console))
+
+
+def _lock(output: Path, check: Callable[[], None], held: ExitStack, state: PartialState) -> None:
+    """Keep other runs out until `held` ends; all processes refuse together. One may have ended here since `check`."""
+    refusal: RecipeError | None = None
+    if state.is_main_process:
+        try:
+            held.enter_context(locked(output))
+            check()
+        except RecipeError as exc:
+            refusal = exc
+    refusals: list[str | None] = broadcast_object_list([refusal and str(refusal)])
+    if refusals[0] is not None:
+        raise refusal or RecipeError(refusals[0])
+
+
+def _facts(recipe: Recipe, loaded: Loaded, state: PartialState) -> dict[str, Any]:
+    """What a resumed run must agree with; one process reads the base's files for all."""
+    base = None
+    if state.is_main_process:
+        base = identify_base(recipe.model.path, getattr(loaded.model, "config", None))
+    found: list[Any] = broadcast_object_list([base])
+    return checkpoint.run_facts(recipe.deciding, loaded.data.digest(), state.num_processes, found[0])
 
 
 def _find_point(
@@ -105,8 +135,8 @@ def _prepare_output(recipe: Recipe, loaded: Loaded, output: Path, is_overwriting
     try:
         output.mkdir(parents=True, exist_ok=True)
         if is_overwriting:
-            checkpoint.clear_output(output)
-        write_atomic(output / checkpoint.RECIPE_NAME, recipe.to_yaml().encode())
+            clear_output(output)
+        write_atomic(output / checkpoint.RECIPE_NAME, HEADER + recipe.to_yaml().encode())
     except (OSError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else None
         raise RecipeError(f"output: {output}: {reason or exc}") from exc
@@ -138,13 +168,21 @@ def _train(
             if point is not None:
                 show_resume(console, point)
                 if coop is not None:
-                    coop.restore(point.folder)
+                    _restore_counts(coop, point, console)
             _fit(trainer, point, loaded, metrics, phases, stop, recipe.eval.at_start)
             _finish(recipe, loaded, trainer, progress, metrics, coop, phases, tracking, stop, console)
         except KeyboardInterrupt:
             progress.close()
             say(console, _how_to_go_on(recipe))
             raise
+
+
+def _restore_counts(coop: CoopCallback, point: ResumePoint, console: Console) -> None:
+    if (point.folder / PROFILE_NAME).is_file():
+        coop.restore(point.folder)
+    else:
+        line = f"{point.folder} has no expert profile: counting begins at step {point.step}"
+        say(console, line)
 
 
 def _open_tracking(recipe: Recipe, console: Console) -> Tracking:
@@ -232,7 +270,7 @@ def _fit(
         with phases.time("eval before"):
             trainer.evaluate()
     with phases.time("training"), stop.waiting():
-        if point is not None and point.step >= loaded.total_steps:
+        if point is not None and (point.step >= loaded.total_steps or trainer.has_ended(point.folder)):
             trainer.restore(point.folder)
         else:
             trainer.train(resume_from_checkpoint=str(point.folder) if point else None)

@@ -7,11 +7,12 @@ and writes docs/recipes.md from the descriptions here.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from train.plain_yaml import PlainDumper
 
@@ -501,10 +502,24 @@ class LaunchSection(Section):
     )
 
 
+def _as_folder(name: str) -> str:
+    """A path that the system can take, `~` expanded."""
+    try:
+        os.fsencode(name)
+        expanded = os.path.expanduser(name)
+    except UnicodeEncodeError as exc:
+        raise ValueError("output: not a name that a folder can have") from exc
+    if not name.strip() or "\0" in name or expanded.startswith("~"):
+        raise ValueError(f"output: {name!r} is not a folder's name; write a path such as runs/demo")
+    return expanded
+
+
 class Recipe(Section):
     """A whole fine-tuning run."""
 
-    output: str = Field(description="folder of the result; checkpoints go inside it")
+    output: Annotated[str, AfterValidator(_as_folder)] = Field(
+        description="folder of the result; checkpoints go inside it"
+    )
     model: ModelSection
     data: DataSection
     tune: TuneSection = TuneSection()

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
@@ -27,11 +35,14 @@ from coop.errors import CheckpointError, CoopError, SaveError
 from coop.profile import PROFILE_NAME, Profile
 from train.data.rows import IGNORED_LABEL, Row, to_dataset
 from train.saving.checkpoint import (
+    MARK_NAME,
     Best,
+    describe_differences,
     describe_newest,
     find_best,
     follow_umask,
     mark_complete,
+    read_mark,
     saving,
     surplus,
 )
@@ -223,9 +234,61 @@ class CoopTrainer(SFTTrainer):
         self._load_from_checkpoint(str(folder))
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
 
+    def has_ended(self, folder: Path) -> bool:
+        """Whether the run of the checkpoint in `folder` had used up its patience there, so that it trains no more."""
+        patience = self._recipe.eval.patience
+        if not patience:
+            return False
+        states = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).stateful_callbacks
+        saved = states.get(EarlyStoppingCallback.__name__, {})
+        saved = saved[0] if isinstance(saved, list) else saved
+        return bool(saved.get("attributes", {}).get("early_stopping_patience_counter", 0) >= patience)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Trainer's evaluation; random states are afterwards as they were, so that measuring changes no step."""
+        with kept_random_states():
+            losses: dict[str, float] = super().evaluate(*args, **kwargs)
+        return losses
+
+    def _load_callback_state(self) -> None:
+        """Trainer's, but the patience is the recipe's, not that of the run that wrote the checkpoint."""
+        super()._load_callback_state()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStoppingCallback):
+                callback.early_stopping_patience = self._recipe.eval.patience
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Trainer's; where --force goes on with other keys of `train`, the recipe's values are put in force again."""
+        if checkpoint is None or not self._is_changed(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if self.is_deepspeed_enabled:
+            raise CheckpointError(
+                f"{checkpoint}: with DeepSpeed --force cannot change keys of train; start anew with --overwrite"
+            )
+        fresh = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        base_lrs = list(self.lr_scheduler.base_lrs)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        scheduler = self.lr_scheduler
+        scheduler.base_lrs = base_lrs
+        for group, values in zip(self.optimizer.param_groups, fresh, strict=True):
+            group.update(values)
+        factors = [rule(scheduler.last_epoch) for rule in scheduler.lr_lambdas]
+        rates = [rate * factor for rate, factor in zip(base_lrs, factors, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
+
+    def _is_changed(self, folder: Path) -> bool:
+        """Whether keys of `train` differ from those of the checkpoint."""
+        if not (folder / MARK_NAME).is_file():
+            return False
+        before = read_mark(folder, is_thorough=False)["deciding"]
+        return any(line.startswith("train.") for line in describe_differences(before, self._deciding))
+
     def restore_best(self) -> Best | None:
         """Make the weights of the best checkpoint the result, and say which it is; None if no loss was measured."""
-        self._best = find_best(self._output)
+        self._best = find_best(self._output, is_thorough=True)
         if self._best is not None and self._best.step != self.state.global_step:
             self._load_from_checkpoint(str(self._best.folder))
         return self._best
@@ -299,6 +362,21 @@ class CoopTrainer(SFTTrainer):
             return tensor
         summed: Tensor = self.accelerator.reduce(tensor.to(self.args.device), reduction="sum")
         return summed
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Random states of Python, NumPy, torch and its accelerator (CUDA, XPU) are at the end what they were before."""
+    python, arrays = random.getstate(), np.random.get_state()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = accelerator.type if accelerator is not None and accelerator.type in ("cuda", "xpu") else ""
+    devices = [torch.accelerator.current_device_index()] if kind else []
+    try:
+        with torch.random.fork_rng(devices, device_type=kind or "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 class FlowCallback(TrainerCallback):

@@ -22,7 +22,7 @@ from coop.interrupts import Interrupts
 from tests.train.killing import same_weights
 from tests.train.tiny import build_recipe, write_recipe
 from train.run import Options, run
-from train.saving import checkpoint
+from train.saving import base, checkpoint
 from train.saving.durable import STAGING_NAME, check_room, recover
 from train.schema import Recipe
 from train.stopping import Stop, Stopped
@@ -407,6 +407,119 @@ def test_weights_that_were_not_taken_over_are_noticed(tmp_path: Path) -> None:
     save_file({"weight": model.weight.detach()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="holds nothing for bias, which is trained"):
         check_loaded(model, tmp_path)
+
+
+def test_run_whose_patience_was_used_up_is_finished_without_another_step(tmp_path: Path) -> None:
+    patient = ("eval.every_steps=2", "eval.patience=1", "train.learning_rate=0.5", "train.steps=12")
+    recipe = build_recipe(tmp_path, *patient)
+    output = train(recipe)
+    last = json.loads((output / checkpoint.SUMMARY_NAME).read_text())["steps"]
+    assert last < 12
+    before = records(output)
+    (output / checkpoint.SUMMARY_NAME).unlink()
+    train(recipe, resume=Path())
+    assert json.loads((output / checkpoint.SUMMARY_NAME).read_text())["steps"] == last
+    assert records(output) == before
+
+
+def test_other_base_model_is_named_and_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    recipe = build_recipe(tmp_path)
+    die_at(3, recipe)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["lm_head.weight"][0] += 1
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r'files of the base model: others than before: \["model\.safetensors"\]'
+    ):
+        train(recipe, resume=Path())
+
+
+def test_base_too_large_to_read_whole_is_known_by_its_edges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(base, "EDGE_BYTES", 16)
+    path = tmp_path / "model.safetensors"
+    data = (100).to_bytes(8, "little") + bytes(300)  # 8 and 100 of header, then weights
+    seen = []
+    for place in (None, 107, 299, 150):
+        changed = bytearray(data)
+        if place is not None:
+            changed[place] = 1
+        path.write_bytes(changed)
+        seen.append(base.identify_base(str(tmp_path), None)["model.safetensors"])
+    assert len(set(seen)) == 3 and seen[0] == seen[3]  # the middle of a large file is not read
+
+
+def test_any_file_with_other_bytes_makes_a_checkpoint_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "weights").write_bytes(bytes(3 * 2**20))
+    checkpoint.mark_complete(folder, 3, {})
+    checkpoint.read_mark(folder)
+    (folder / "weights").write_bytes(bytes(2**20) + b"x" + bytes(2 * 2**20 - 1))
+    with pytest.raises(CheckpointError, match="weights: its bytes are not those"):
+        checkpoint.read_mark(folder)
+
+
+def test_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    checkpoint.mark_complete(tmp_path / "checkpoint-3", 3, {})
+    (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-5")
+    with pytest.raises(CheckpointError, match="its mark is of step 3, not of this folder"):
+        checkpoint.read_mark(tmp_path / "checkpoint-5")
+
+
+def test_forced_values_of_the_optimizer_are_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    die_at(3, build_recipe(tmp_path, "train.schedule=constant_with_warmup"))
+    changed = (
+        "train.learning_rate=0.5",
+        "train.weight_decay=0.9",
+        "train.betas=[0.1,0.2]",
+        "train.schedule=linear",
+    )
+    seen: list[dict[str, Any]] = []
+    original = CoopTrainer.training_step
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(dict(self.optimizer.param_groups[0]))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(CoopTrainer, "training_step", training_step)
+    train(build_recipe(tmp_path, *changed), resume=Path(), is_forced=True)
+    assert [group["lr"] for group in seen] == pytest.approx([0.5 * (6 - step) / 6 for step in range(2, 6)])
+    assert all(group["weight_decay"] == 0.9 and tuple(group["betas"]) == (0.1, 0.2) for group in seen)
+
+
+def test_selection_of_experts_cannot_be_forced(tmp_path: Path) -> None:
+    die_at(3, build_recipe(tmp_path, "tune.experts.select=list", "tune.experts.list=['*:0-1']"))
+    changed = build_recipe(tmp_path, "tune.experts.select=list", "tune.experts.list=['*:2-3']")
+    with pytest.raises(CheckpointError, match=r"--force cannot change .*\n  tune\.experts\.list"):
+        train(changed, resume=Path(), is_forced=True)
+
+
+def test_profile_that_is_turned_on_by_a_resumed_run_counts_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    die_at(3, build_recipe(tmp_path, "coop.profile.enabled=false"))
+    output = train(build_recipe(tmp_path), resume=Path())
+    assert "has no expert profile: counting begins at step 2" in capsys.readouterr().out
+    assert (output / "coop_profile.safetensors").is_file()
+
+
+def test_measuring_changes_no_step(tmp_path: Path) -> None:
+    dropping = ("tune.groups=[attention]", "tune.lora.dropout=0.3", "coop.profile.refresh_rows=0")
+    measured = []
+    for keys in (
+        ("eval.at_start=false",),
+        ("eval.at_start=true", "eval.every_steps=2"),
+        ("eval.every_steps=1",),
+    ):
+        output = train(build_recipe(tmp_path, *dropping, *keys, f"output={tmp_path / str(len(measured))}"))
+        measured.append([(r[0], r[1]) for r in records(output) if r[1] is not None])
+    assert measured[0] == measured[1] == measured[2] and len(measured[0]) == 6
 
 
 # the best

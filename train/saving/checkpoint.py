@@ -1,8 +1,8 @@
-"""Checkpoint: which checkpoint of a run is whole, which run an output folder holds, and whether it can go on.
+"""Checkpoint: which checkpoint of a run is whole, and whether the run can go on from it.
 
-Owns the mark that is written last into a checkpoint; promises that a run resumes only from a checkpoint that is
-whole and, unless forced, of the same recipe, data and number of processes. `train.trainer` writes the mark,
-`train.run` decides with it.
+Owns the mark that is written last into a checkpoint; promises that a run resumes only from a checkpoint whose every
+byte is as it was written and that is, unless forced, of the same recipe, base model, data and number of processes.
+`train.trainer` writes the mark, `train.run` decides with it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coop.errors import CheckpointError, RecipeError, SaveError
+from coop.errors import CheckpointError, SaveError
 from coop.files import read_json, write_atomic
 
 MARK_NAME = "coop_checkpoint.json"
 SUMMARY_NAME = "summary.json"
 RECIPE_NAME = "recipe.yaml"
 DATA_KEY = "rows of the data"
+BASE_KEY = "files of the base model"
 METRICS_NAME = "metrics.jsonl"
 CHECKPOINT_FOLDER = re.compile(r"^checkpoint-(\d+)$")
 FULL_BYTES = 2**20  # a disk with less than this free is full
-SMALL_BYTES = 2**20  # files up to this size have their digest in the mark
 _MARK_VERSION = 1
 _MARK_TYPES = {"version": int, "step": int, "deciding": dict, "files": dict, "sha256": dict}
 _ABSENT = "(absent)"
+# what a checkpoint fixes: the optimizer's state is of one kind, and the selection of experts is that of its masks
+_UNFORCEABLE = ("train.optimizer", "tune.method", "tune.experts.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class ResumePoint:
     differences: tuple[str, ...] = ()
 
 
-def run_facts(deciding: dict[str, Any], data_digest: str, world: int) -> dict[str, Any]:
-    """What a resumed run must agree with: deciding keys of the recipe, the rows that are trained, the processes."""
-    return {**deciding, "processes": world, DATA_KEY: data_digest}
+def run_facts(deciding: dict[str, Any], data_digest: str, world: int, base: dict[str, str]) -> dict[str, Any]:
+    """What a resumed run must agree with: deciding keys of the recipe, rows, processes, and the base by file name."""
+    return {**deciding, "processes": world, DATA_KEY: data_digest, BASE_KEY: base}
 
 
 def follow_umask(folder: Path) -> None:
@@ -60,19 +62,23 @@ def follow_umask(folder: Path) -> None:
 
 
 def mark_complete(folder: Path, step: int, deciding: dict[str, Any], eval_loss: float | None = None) -> None:
-    """Write the mark, with the size of every file; the last thing that is written into a checkpoint."""
+    """Write the mark, with size and digest of every file; the last thing that is written into a checkpoint."""
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     sizes = {name: path.stat().st_size for name, path in paths.items()}
-    small = [name for name, size in sizes.items() if size <= SMALL_BYTES]
     mark = {
         "version": _MARK_VERSION,
         "step": step,
         **({} if eval_loss is None else {"eval_loss": eval_loss}),
         "deciding": deciding,
         "files": sizes,
-        "sha256": {name: hashlib.sha256(paths[name].read_bytes()).hexdigest() for name in small},
+        "sha256": {name: _digest(path) for name, path in paths.items()},
     }
     write_atomic(folder / MARK_NAME, json.dumps(mark, indent=1).encode())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def list_checkpoints(output: Path) -> list[Path]:
@@ -137,12 +143,15 @@ class Best:
     eval_loss: float
 
 
-def find_best(output: Path) -> Best | None:
-    """The checkpoint whose mark has the lowest eval loss, the earlier of two; None if no mark has one."""
+def find_best(output: Path, *, is_thorough: bool = False) -> Best | None:
+    """The checkpoint whose mark has the lowest eval loss, the earlier of two; None if no mark has one.
+
+    is_thorough: read every file that is about to be used; else only sizes are compared.
+    """
     found = []
     for folder in list_checkpoints(output):
         try:
-            mark = read_mark(folder)
+            mark = read_mark(folder, is_thorough=is_thorough)
         except CheckpointError:
             continue
         if "eval_loss" in mark:
@@ -155,7 +164,8 @@ def find_resume_point(
 ) -> ResumePoint:
     """The newest whole checkpoint in `output`, or `chosen`. Raises CheckpointError saying why there is none.
 
-    One that was made by another recipe, other data or another number of processes is refused, unless forced.
+    One that was made by another recipe, base, data or number of processes is refused, unless forced; a few keys
+    cannot be forced.
     """
     candidates = [chosen] if chosen is not None else list_checkpoints(output)
     skipped: list[str] = []
@@ -173,6 +183,7 @@ def find_resume_point(
                 + f"\nresume with the recipe in {output / RECIPE_NAME}, go on anyway with --force, or start anew "
                 "with --overwrite"
             )
+        _refuse_unforceable(folder, mark["deciding"], deciding)
         return ResumePoint(folder, mark["step"], tuple(skipped), differences)
     reasons = "".join(f"\n  {reason}" for reason in skipped)
     if chosen is not None:
@@ -182,13 +193,30 @@ def find_resume_point(
     )
 
 
+def _refuse_unforceable(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    shared = old.keys() & new.keys()
+    pairs = ({key: facts[key] for key in shared} for facts in (old, new))
+    fixed = [line for line in describe_differences(*pairs) if line.startswith(_UNFORCEABLE)]
+    if fixed:
+        raise CheckpointError(
+            f"{folder}: --force cannot change what this checkpoint fixes:\n  "
+            + "\n  ".join(fixed)
+            + "\nset it back, or start anew with --overwrite"
+        )
+
+
 def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     """One line for each key whose value differs: `key: old -> new`."""
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
-        if before == after:
+        if before == after or (
+            key == BASE_KEY and before == _ABSENT
+        ):  # earlier versions did not look at the base
             continue
-        if key == DATA_KEY and _ABSENT not in (before, after):
+        if key == BASE_KEY and isinstance(before, dict) and isinstance(after, dict):
+            names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+            yield f"{key}: others than before: {_short(names)}"
+        elif key == DATA_KEY and _ABSENT not in (before, after):
             yield f"{key}: others than before; a file, a source or the tokenizer has changed"
         else:
             yield f"{key}: {_short(before)} -> {_short(after)}"
@@ -199,21 +227,26 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def read_mark(folder: Path) -> dict[str, Any]:
-    """The mark of a checkpoint whose files are all there as they were written. Raises CheckpointError."""
+def read_mark(folder: Path, *, is_thorough: bool = True) -> dict[str, Any]:
+    """The mark of a checkpoint whose files are all there as they were written. Raises CheckpointError.
+
+    is_thorough: compare every byte, by digest; else only sizes.
+    """
     if not (folder / MARK_NAME).is_file():
         raise CheckpointError(f"{folder}: incomplete (no {MARK_NAME})")
     mark = read_json(folder / MARK_NAME, CheckpointError)
     is_mark = isinstance(mark, dict) and all(isinstance(mark.get(k), t) for k, t in _MARK_TYPES.items())
     if not is_mark or not isinstance(mark.get("eval_loss", 0.0), int | float):
         raise CheckpointError(f"{folder / MARK_NAME}: not a mark that this version of coop wrote")
+    if CHECKPOINT_FOLDER.match(folder.name) and _step(folder) != mark["step"]:
+        raise CheckpointError(f"{folder}: its mark is of step {mark['step']}, not of this folder")
     for name, size in mark["files"].items():
         path = _inside(folder, name)
         if not path.is_file() or path.stat().st_size != size:
             found = path.stat().st_size if path.is_file() else "none"
             raise CheckpointError(f"{path}: {found} bytes, the mark says {size}")
-        expected = mark["sha256"].get(name)
-        if expected is not None and hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+        expected = mark["sha256"].get(name) if is_thorough else None
+        if expected is not None and _digest(path) != expected:
             raise CheckpointError(f"{path}: its bytes are not those that were written")
     return mark
 
@@ -222,48 +255,6 @@ def _inside(folder: Path, name: str) -> Path:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{folder / MARK_NAME}: names a file outside the checkpoint")
     return folder / name
-
-
-def check_output(output: Path, *, is_resuming: bool, is_overwriting: bool) -> None:
-    """Refuse an output folder whose contents would be mixed up or lost. Raises RecipeError saying what to type."""
-    try:
-        _refuse_file(output)
-        _check_contents(output, is_resuming, is_overwriting)
-    except OSError as exc:
-        raise RecipeError(f"output: {exc.filename or output}: {exc.strerror or exc}") from exc
-
-
-def _refuse_file(output: Path) -> None:
-    nearest = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
-    if not nearest.is_dir():
-        raise RecipeError(f"output: {nearest} is not a folder; choose another with output=FOLDER")
-
-
-def _check_contents(output: Path, is_resuming: bool, is_overwriting: bool) -> None:
-    if not output.exists() or not set(output.iterdir()) - set(leftovers(output)):
-        if is_resuming:
-            raise RecipeError(f"{output}: nothing to resume; start without --resume")
-        return
-    if not (output / RECIPE_NAME).is_file():
-        raise RecipeError(f"{output} is not empty and not of a coop run; choose another with output=FOLDER")
-    if is_overwriting:
-        return
-    if (output / SUMMARY_NAME).is_file():
-        again = "add --overwrite to train anew, or choose another with output=FOLDER"
-        raise RecipeError(f"{output} holds a finished run; {again}")
-    if not is_resuming:
-        raise RecipeError(
-            f"{output} holds an unfinished run; add --resume to go on, or --overwrite to train anew"
-        )
-
-
-def clear_output(output: Path) -> None:
-    """Delete the contents of an output folder that `check_output` let pass, last what says that it is one."""
-    for path in sorted(output.iterdir(), key=lambda path: path.name == RECIPE_NAME):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def leftovers(output: Path) -> list[Path]:

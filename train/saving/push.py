@@ -1,7 +1,8 @@
 """Push: uploads a finished result to the hub, and nothing else of the output folder.
 
-Owns the list of what is uploaded; promises that no checkpoint, optimizer state or log of a tracker is on it, and that
-a failure is one line with the command to try again. `train.run` calls it when everything is on the disk.
+Owns the upload; promises that only names that a run itself writes go out, no checkpoint, optimizer state, summary or
+log of a tracker among them, and that a failure is one line with the command to try again. `train.run` calls it when
+everything is on the disk.
 """
 
 from __future__ import annotations
@@ -11,12 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coop.errors import CoopError, RecipeError
-from train.saving.checkpoint import METRICS_NAME, RECIPE_NAME, SUMMARY_NAME
 from train.saving.export import MERGED_NAME
+from train.saving.output import RESULT_NAMES
 from train.schema import HubSection
-
-ENDINGS = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt")
-BESIDE = ("README.md", "report.png", RECIPE_NAME, METRICS_NAME)
 
 
 def check_login(hub: HubSection) -> None:
@@ -33,13 +31,7 @@ def list_files(output: Path) -> dict[str, Path]:
     """What is uploaded, by its name there: the merged model if there is one, else the folder's own weights."""
     merged = output / MERGED_NAME
     folder = merged if merged.is_dir() else output
-    files = {
-        path.name: path for path in sorted(folder.iterdir()) if path.suffix in ENDINGS and path.is_file()
-    }
-    files |= {name: folder / name for name in BESIDE if (folder / name).is_file()}
-    return {
-        name: path for name, path in files.items() if name != SUMMARY_NAME
-    }  # names places on this machine
+    return {p.name: p for p in sorted(folder.iterdir()) if RESULT_NAMES.fullmatch(p.name) and p.is_file()}
 
 
 def push_result(hub: HubSection, output: Path, say: Callable[[str], None]) -> None:
