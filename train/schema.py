@@ -33,8 +33,18 @@ def _spell_range(entry: Any) -> Any:
 FreezeEntry = Annotated[str, BeforeValidator(_spell_range), Field(min_length=1)]
 ExpertList = Annotated[str, Field(pattern=r"^(\d+|\*):\d+(-\d+)?(,\d+(-\d+)?)*$")]
 ExpertLists = list[ExpertList]
-COLUMNS = ("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text")
-COLUMNS += ("system", "tools")
+COLUMNS = [
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "prompt",
+    "completion",
+    "text",
+    "system",
+    "tools",
+]
 
 
 class Section(BaseModel):
