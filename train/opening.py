@@ -149,7 +149,7 @@ def show_plan(
     train, coop = recipe.train, recipe.coop
     rows = train.batch_size * train.grad_accumulation * world
     what = "sequences" if recipe.data.packing else "rows"
-    parts = [f"plan: {total_steps} steps of up to {rows} {what} ({epochs:.2f} epochs)"]
+    parts = [f"plan: {total_steps} steps of {rows} {what} ({epochs:.2f} epochs)"]
     every = recipe.checkpoint.every_steps
     parts.append(
         f"a checkpoint every {every} steps, {recipe.checkpoint.keep} kept" if every else "no checkpoints"

@@ -34,12 +34,29 @@ def _spell_range(entry: Any) -> Any:
 FreezeEntry = Annotated[str, BeforeValidator(_spell_range), Field(min_length=1)]
 ExpertList = Annotated[str, Field(pattern=r"^(\d+|\*):\d+(-\d+)?(,\d+(-\d+)?)*$")]
 ExpertLists = list[ExpertList]
+COLUMNS = [
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "prompt",
+    "completion",
+    "text",
+    "system",
+    "tools",
+]
 
 
 class Section(BaseModel):
     """A group of keys; unknown keys, wrong types, and numbers that are not finite are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    def changed(self, *names: str) -> str:
+        """The first of `names` (all without any) whose value is not its default, "" if none is."""
+        fields = type(self).model_fields
+        return next((name for name in names or fields if getattr(self, name) != fields[name].default), "")
 
 
 class ModelSection(Section):
@@ -63,11 +80,18 @@ class ModelSection(Section):
     experts_budget: str = Field(
         default="50%",
         pattern=r"(?i)^(auto|[0-9]+(\.[0-9]+)? *(%|[kmgt]?i?b?))$",
-        description="memory for offloaded experts: 6GiB, a share of all experts such as 50%, or auto",
+        description="memory for offloaded experts: 6GiB, a share of all experts such as 50%, or auto; needs "
+        "model.experts_offload",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         default="sdpa", description="how transformers computes attention"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if not self.experts_offload and self.changed("experts_budget"):
+            raise ValueError("model.experts_budget: needs model.experts_offload=true")
+        return self
 
 
 class SourceSection(Section):
@@ -97,8 +121,17 @@ class SourceSection(Section):
     )
     max_rows: Count = Field(default=0, description="use only the first so many usable rows; 0: all")
     columns: dict[str, str] = Field(
-        default={}, description="columns with other names, ours to theirs, such as {instruction: question}"
+        default={},
+        description="columns with other names, ours to theirs, such as {instruction: question}; ours are "
+        + ", ".join(COLUMNS),
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> SourceSection:
+        for ours in self.columns:
+            if ours not in COLUMNS:
+                raise ValueError(f"columns.{ours}: not a name of ours, which are {', '.join(COLUMNS)}")
+        return self
 
 
 def _as_sources(value: Any) -> Any:
@@ -176,6 +209,8 @@ class DataSection(Section):
     def _check(self) -> DataSection:
         if self.eval is not None and self.eval_fraction:
             raise ValueError("data.eval_fraction: must be 0 with data.eval; set one of them")
+        if self.max_eval_rows and not self.has_eval:
+            raise ValueError("data.max_eval_rows: needs data.eval or data.eval_fraction")
         for name, sources in (("train", self.train), ("eval", self.eval or [])):
             _check_weights(name, sources)
             if len(sources) > 1 and getattr(self, f"max_{name}_rows"):
@@ -193,7 +228,7 @@ def _check_weights(name: str, sources: list[SourceSection]) -> None:
 
 
 class LoraSection(Section):
-    """Size of the adapters."""
+    """Size of the adapters, with tune.method=lora."""
 
     r: Positive = Field(default=8, description="rank")
     alpha: Positive = Field(default=16, description="scale; the update is multiplied by alpha / r")
@@ -232,8 +267,13 @@ class ExpertsSection(Section):
     def _check(self) -> ExpertsSection:
         if bool(self.list) != (self.select == "list"):
             raise ValueError("tune.experts.list: goes with tune.experts.select=list, and only with it")
-        if self.profile is not None and self.select != "hot":
-            raise ValueError("tune.experts.profile: needs tune.experts.select=hot")
+        idle = self.changed("share", "profile", "profile_rows")
+        if idle and self.select != "hot":
+            raise ValueError(f"tune.experts.{idle}: needs tune.experts.select=hot")
+        if self.profile is not None and self.changed("profile_rows"):
+            raise ValueError(
+                "tune.experts.profile_rows: has no use with tune.experts.profile, which is counted"
+            )
         return self
 
 
@@ -262,6 +302,8 @@ class TuneSection(Section):
             raise ValueError("tune.experts.select: needs experts in tune.groups")
         if "experts" not in self.groups and self.lora.expert_r is not None:
             raise ValueError("tune.lora.expert_r: needs experts in tune.groups")
+        if self.method == "full" and self.lora.changed():
+            raise ValueError(f"tune.lora.{self.lora.changed()}: needs tune.method=lora")
         if self.method == "lora" and "other" in self.groups:
             raise ValueError("tune.groups: 'other' needs tune.method=full")
         stacked = [group for group in self.groups if group not in ("attention", "other")]
@@ -285,7 +327,9 @@ class TrainSection(Section):
 
     steps: Positive | None = Field(default=None, description="optimiser steps; set this or `epochs`")
     epochs: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="passes over the data; set this or `steps`"
+        default=None,
+        description="passes over the data; set this or `steps`. The last step of a pass may be short; the steps of a "
+        "part of one are rounded up",
     )
     batch_size: Positive = Field(default=1, description="rows a device takes at once")
     grad_accumulation: Positive = Field(default=1, description="batches in one optimiser step")
@@ -395,7 +439,7 @@ class CoopSection(Section):
 
 
 class EvalSection(Section):
-    """Loss on held-out rows; measured after training in any case when there are any."""
+    """Loss on held-out rows, the mean over their tokens; measured after training in any case when there are any."""
 
     at_start: bool = Field(default=True, description="also measure before training; must be false with FSDP")
     every_steps: Count = Field(
@@ -459,6 +503,8 @@ class HubSection(Section):
     def _check(self) -> HubSection:
         if self.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo_id or ""):
             raise ValueError("hub.repo_id: needed with hub.push, as NAME/MODEL")
+        if not self.push and self.changed():
+            raise ValueError(f"hub.{self.changed()}: needs hub.push=true")
         return self
 
 
@@ -549,8 +595,9 @@ class Recipe(Section):
                     "coop.profile.refresh_rows: needs data.eval or data.eval_fraction; set one of them "
                     "(0 keeps training counts)"
                 )
-            if self.eval.every_steps:
-                raise ValueError("eval.every_steps: needs data.eval or data.eval_fraction")
+            idle = self.eval.changed("every_steps", "batch_size", "patience")
+            if idle:
+                raise ValueError(f"eval.{idle}: needs data.eval or data.eval_fraction")
         return self
 
     def _check_checkpoint(self) -> None:

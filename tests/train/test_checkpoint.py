@@ -36,7 +36,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train" / "finetune.py")
-FULL = ("tune.method=full", "tune.groups=[attention,experts,other]")
+FULL = ("tune.method=full", "tune.lora={}", "tune.groups=[attention,experts,other]")
 
 
 @pytest.fixture(autouse=True)

@@ -162,6 +162,16 @@ def test_model_that_lets_rows_see_each_other_is_refused_by_name(tmp_path: Path, 
         IsolationCheck("eager").on_train_begin(None, None, None, model, loader)  # type: ignore[arg-type]
 
 
+def test_model_that_takes_no_packed_rows_is_refused_by_name(tmp_path: Path) -> None:
+    layers = ["mamba", "attention", "moe"]
+    model = build_family(tmp_path, "nemotron_h", layers_block_type=layers, num_hidden_layers=3)
+    loader = SimpleNamespace(collate_fn=COLLATOR)
+    with pytest.raises(
+        RecipeError, match=r"data\.packing: nemotron_h refuses packed rows: .*data\.packing=false"
+    ):
+        IsolationCheck("eager").on_train_begin(None, None, None, model, loader)  # type: ignore[arg-type]
+
+
 def test_leak_is_the_whole_of_it_where_a_collator_drops_positions(tmp_path: Path) -> None:
     model = build_family(tmp_path, "mixtral")
     padded = DataCollatorForLanguageModeling(pad_token_id=0)

@@ -40,7 +40,12 @@ SHARED = (
     "train.steps=4",
     "checkpoint.every_steps=2",
 )
-FULL = ("tune.method=full", "tune.groups=[attention,experts,router,other]", "eval.at_start=false")
+FULL = (
+    "tune.method=full",
+    "tune.lora={}",
+    "tune.groups=[attention,experts,router,other]",
+    "eval.at_start=false",
+)
 
 
 def write_plain_recipe(folder: Path, family: str = "mixtral") -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,41 @@ def test_warm_up_may_be_a_share_of_the_steps(tmp_path: Path) -> None:
         load_recipe(path, ["train.warmup_steps=1.5"])
     with pytest.raises(RecipeError, match=r"a number below 1 is a share of the steps"):
         load_recipe(path, ["train.warmup_ratio=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["tune.method=full", "tune.lora.r=64"], "tune.lora.r: needs tune.method=lora"),
+        (["tune.method=full", "tune.lora.rslora=true"], "tune.lora.rslora: needs tune.method=lora"),
+        (["tune.experts.share=0.1"], "tune.experts.share: needs tune.experts.select=hot"),
+        (["tune.experts.profile_rows=1"], "tune.experts.profile_rows: needs tune.experts.select=hot"),
+        (
+            ["tune.experts={select: hot, profile: x, profile_rows: 3}"],
+            "tune.experts.profile_rows: has no use with tune.experts.profile",
+        ),
+        (["model.experts_budget=6GiB"], "model.experts_budget: needs model.experts_offload=true"),
+        (["hub.repo_id=x/y"], "hub.repo_id: needs hub.push=true"),
+        (["hub.private=false"], "hub.private: needs hub.push=true"),
+        (
+            ["data.eval=null", "coop.profile.refresh_rows=0", "eval.batch_size=7"],
+            "eval.batch_size: needs data.eval or data.eval_fraction",
+        ),
+        (
+            ["data.eval=null", "coop.profile.refresh_rows=0", "data.max_eval_rows=7"],
+            "data.max_eval_rows: needs data.eval or data.eval_fraction",
+        ),
+        (
+            ["data.train={path: a.jsonl, columns: {systm: persona}}"],
+            "columns.systm: not a name of ours, which are",
+        ),
+    ],
+)
+def test_key_that_cannot_be_in_force_is_refused_by_name_unless_it_has_its_default(
+    tmp_path: Path, overrides: list[str], reason: str
+) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(RecipeError, match=re.escape(reason)):
+        load_recipe(path, overrides)
+    spelled = load_recipe(path, ["tune.method=full"]).to_yaml()
+    assert load_recipe(write(tmp_path, spelled)).to_yaml() == spelled, "every key spelled out is no fault"

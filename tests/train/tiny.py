@@ -69,8 +69,9 @@ def write_rows(path: Path, rows: int, seed: int = 0) -> Path:
 
 
 def build_recipe(folder: Path, *overrides: str, family: str = "mixtral") -> Recipe:
-    """A recipe in `folder`, with its model and data, and `key=value` overrides."""
-    return load_recipe(write_recipe(folder, family), overrides)
+    """A recipe in `folder`, with its model and data, and `key=value` overrides; full tuning drops its adapters."""
+    bare = ("tune.lora={}",) if "tune.method=full" in overrides else ()
+    return load_recipe(write_recipe(folder, family), (*bare, *overrides))
 
 
 def write_recipe(folder: Path, family: str = "mixtral") -> Path:

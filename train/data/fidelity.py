@@ -78,7 +78,8 @@ def refuse_untrue(
             continue
         if content in learned and content not in said:
             raise RowError(
-                "chat template", f"the chat template marks messages[{index}] of the {message['role']} as trained"
+                "chat template",
+                f"the chat template marks messages[{index}] of the {message['role']} as trained",
             )
 
 
@@ -86,7 +87,9 @@ def refuse_header(runs: Iterable[str], header: str) -> None:
     """Refuse a row of which a run of trained tokens begins with what the template writes before an answer."""
     head = _squeeze(header)
     if head and any(_squeeze(run).startswith(head) for run in runs):
-        raise RowError("chat template", f"the chat template marks {header.strip()!r:.60} before an answer as trained")
+        raise RowError(
+            "chat template", f"the chat template marks {header.strip()!r:.60} before an answer as trained"
+        )
 
 
 def _after(header: str, content: str) -> str:

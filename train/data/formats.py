@@ -242,7 +242,9 @@ def _from_prompt_completion(row: dict[str, Any]) -> Chat | Text:
         raise RowError("field", "prompt and completion must both be text, or both lists of messages")
     for key in ("system", "tools"):
         if row.get(key):
-            raise RowError("field", f"{key} needs prompt and completion as lists of messages, for a chat template")
+            raise RowError(
+                "field", f"{key} needs prompt and completion as lists of messages, for a chat template"
+            )
     return Text("prompt_completion", _text(prompt, "prompt"), _some_text(completion, "completion"))
 
 

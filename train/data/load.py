@@ -21,8 +21,8 @@ from train.data.mixture import hold_out, mix
 from train.data.packing import pack_rows
 from train.data.records import Record, RowError
 from train.data.rows import Row, digest_rows
-from train.schema import DataSection, SourceSection
 from train.data.sources import read_records
+from train.schema import DataSection, SourceSection
 
 MAX_FAULTS_SHOWN = 5
 QUIET_SECONDS = 2.0  # reading that takes longer shows how far it is

@@ -70,11 +70,16 @@ class IsolationCheck(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Measure on a pair of rows, collated as in training. Raises RecipeError naming model and attention."""
-        leak = measure_leak(model, train_dataloader.collate_fn)
-        if leak > MAX_LEAK:
-            config = model.config.get_text_config()
+        kind = model.config.get_text_config().model_type
+        try:
+            leak = measure_leak(model, train_dataloader.collate_fn)
+        except (ValueError, NotImplementedError) as exc:  # such as of Mamba layers without their kernels
             raise RecipeError(
-                f"data.packing: rows of one sequence see each other in {config.model_type} with "
+                f"data.packing: {kind} refuses packed rows: {exc}; set data.packing=false"
+            ) from exc
+        if leak > MAX_LEAK:
+            raise RecipeError(
+                f"data.packing: rows of one sequence see each other in {kind} with "
                 f"model.attention={self._attention} ({leak:.0%} of full sight); set data.packing=false"
             )
 
