@@ -16,7 +16,7 @@ falls to what decoding will want as soon as it has run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,14 +34,10 @@ SMOOTHING_COUNT = 0.5  # added to every expert of a profile: unseen is unlikely,
 class Forecast:
     """Expected uses of each expert by one token.
 
-    order_is_known: whether `ahead` tells what will be called, so that it may all be fetched; here it is guessed.
-
     Args:
         layers, experts: the shape of the model.
         strategy: half-life, weight of the profile and of transitions.
     """
-
-    order_is_known = False
 
     def __init__(self, layers: int, experts: int, strategy: Strategy) -> None:
         self.likelihood = np.zeros((layers, experts))  # [layers, experts], shared with residency
@@ -123,13 +119,9 @@ class Forecast:
             expected = (1.0 - self._weight) * expected + self._weight * reuse
         self._publish(layer, expected)
 
-    def ahead(self, layer: int) -> Iterable[int]:
-        """The layers that are called after this one, as far as that is worth knowing."""
-        return [(layer + 1) % len(self.likelihood)]
-
-    def wanted(self, layer: int) -> np.ndarray:
-        """Experts of a layer that its next call will likely use, bool [experts]."""
-        return np.asarray(self.likelihood[layer] > 0)
+    def upcoming(self, layer: int) -> Sequence[tuple[int, np.ndarray]]:
+        """What is known to be called after a layer: (layer, bool [experts] it will use), in order; here nothing is."""
+        return ()
 
     def rank(self, layer: int) -> np.ndarray:
         """Experts of a layer, likeliest first."""

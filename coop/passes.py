@@ -7,8 +7,6 @@ every layer call by the scheduler. Only speed depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from coop.forecast import Forecast
@@ -24,8 +22,6 @@ class PassForecast(Forecast):
         layers, experts: the shape of the model.
         strategy: for the half-life of the use counts.
     """
-
-    order_is_known = True
 
     def __init__(self, layers: int, experts: int, strategy: Strategy) -> None:
         super().__init__(layers, experts, strategy)
@@ -50,16 +46,14 @@ class PassForecast(Forecast):
         self._use[layer] = seen
         self.likelihood[:] = self._use / self._distances(layer)[:, None]
 
-    def ahead(self, layer: int) -> Iterable[int]:
-        """The layers after this one in the order of the passes, up to a whole pass beyond the turn."""
-        up, down = range(layer + 1, self._layers), range(layer - 1, -1, -1)
-        if self._is_backward:
-            return [*down, *range(self._layers)]
-        return [*up, *reversed(range(self._layers))]
+    def upcoming(self, layer: int) -> list[tuple[int, np.ndarray]]:
+        """The layers after this one in the order of the passes, up to a whole pass beyond the turn.
 
-    def wanted(self, layer: int) -> np.ndarray:
-        """Experts that the layer used last, bool [experts]."""
-        return np.asarray(self._use[layer] > SELDOM)
+        Each with the experts that it used last.
+        """
+        up, down = range(layer + 1, self._layers), range(layer - 1, -1, -1)
+        turned = [*down, *range(self._layers)] if self._is_backward else [*up, *reversed(range(self._layers))]
+        return [(following, self._use[following] > SELDOM) for following in turned]
 
     @property
     def _layers(self) -> int:

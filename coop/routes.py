@@ -9,6 +9,7 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ class Routes:
     num_experts: int
 
     @classmethod
-    def load(cls, path: Path) -> Routes:
+    def load(cls, path: Path) -> Self:
         """Read `ids` and `n_experts` from an .npz file. Raises DataError saying what is wrong with it."""
         try:
             _check_size(path)

@@ -240,12 +240,10 @@ class Scheduler:
         """
         with self._call_lock, self._interrupts.held():
             self._check_waiting()
-            distinct = np.unique(expert_ids)
-            if distinct.size and (distinct[0] < 0 or distinct[-1] >= self.geometry[layer].num_experts):
-                raise RoutingError(f"layer {layer}: the router chose expert {distinct[-1]}")
+            distinct = self._distinct(layer, expert_ids)
             self._begin_call(layer, expert_ids.shape[0])
             self.forecast.observe(layer, expert_ids)
-            with self._demand([ExpertId(layer, e) for e in distinct.tolist()]) as demand:
+            with self._demand(distinct) as demand:
                 demand.request()
                 self._prefetch(layer, len(distinct), max(1, expert_ids.size // max(1, len(distinct))))
                 left = len(distinct)
@@ -283,13 +281,11 @@ class Scheduler:
         with self._call_lock:
             self._check_open()
             self.end_announcement()
-            distinct = np.unique(expert_ids)
-            if distinct.size and (distinct[0] < 0 or distinct[-1] >= self.geometry[layer].num_experts):
-                raise RoutingError(f"layer {layer}: the router chose expert {distinct[-1]}")
-            if distinct.size:
+            distinct = self._distinct(layer, expert_ids)
+            if distinct:
                 self._begin_call(layer, expert_ids.shape[0])
                 self.forecast.observe(layer, expert_ids)
-                self._announced = self._demand([ExpertId(layer, e) for e in distinct.tolist()])
+                self._announced = self._demand(distinct)
                 self._announced.request()
                 self._prefetch(layer, len(distinct), max(1, expert_ids.size // len(distinct)))
 
@@ -358,6 +354,13 @@ class Scheduler:
     def _check_waiting(self) -> None:
         self._check_open()
         self._interrupts.check()
+
+    def _distinct(self, layer: int, expert_ids: np.ndarray) -> list[ExpertId]:
+        """The experts of a call, rising, each once. RoutingError for one that the layer has not."""
+        distinct = np.unique(expert_ids)
+        if distinct.size and (distinct[0] < 0 or distinct[-1] >= self.geometry[layer].num_experts):
+            raise RoutingError(f"layer {layer}: the router chose expert {distinct[-1]}")
+        return [ExpertId(layer, expert) for expert in distinct.tolist()]
 
     def _begin_call(self, layer: int, tokens: int) -> None:
         self.counters.calls += 1
@@ -448,10 +451,11 @@ class Scheduler:
         """L3: name the experts that the next layer will likely want, as many as the gap before it can hide."""
         if not self._has_prefetch or self.strategy.prefetch_experts == 0:
             return
-        if self.forecast.order_is_known:
-            self._prefetcher.wish(self._known_ahead(layer))
+        upcoming = self.forecast.upcoming(layer)
+        if upcoming:
+            self._prefetcher.wish(self._known_ahead(layer, upcoming))
             return
-        (following,) = self.forecast.ahead(layer)
+        following = (layer + 1) % len(self.geometry)
         absent = self.residency.absent(following)
         if not absent.any():
             return
@@ -464,11 +468,11 @@ class Scheduler:
             guesses.sort(key=self._store.disk_order)
         self._prefetcher.wish(guesses)
 
-    def _known_ahead(self, layer: int) -> list[ExpertId]:
+    def _known_ahead(self, layer: int, upcoming: Sequence[tuple[int, np.ndarray]]) -> list[ExpertId]:
         """What the next layers will use and is not here, in their order; at most as much as two layers hold."""
         most, found = 2 * self.geometry[layer].num_experts, list[ExpertId]()
-        for following in self.forecast.ahead(layer):
-            missing = self.forecast.wanted(following) & self.residency.absent(following)
+        for following, wanted in upcoming:
+            missing = wanted & self.residency.absent(following)
             inside = np.flatnonzero(missing[: self.geometry[following].num_experts])
             found += sorted((ExpertId(following, int(e)) for e in inside), key=self._store.disk_order)
             if len(found) >= most:

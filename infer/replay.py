@@ -6,12 +6,8 @@ answer is then of no meaning: only counts and clocks are. Called by `infer.arms`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from coop.errors import DataError
 from coop.routes import Routes
@@ -20,21 +16,18 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """ids: expert ids [tokens, layers, k]; num_experts: of each layer of the traced model."""
+class Trace(Routes):
+    """Recorded routes, laid on the layers of the model that replays them."""
 
-    ids: NDArray[np.int64]
-    num_experts: int
+    __slots__ = ()
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Read `ids` and `n_experts` from an .npz file. DataError says what is wrong with it."""
+        """Read an .npz file as Routes does. DataError names the option."""
         try:
-            routes = Routes.load(path)
+            return super().load(path)
         except DataError as exc:
             raise DataError(f"--replay {exc}") from exc
-        return cls(routes.ids, routes.num_experts)
 
     def layer_for(self, layer: int, num_layers: int) -> int:
         """The traced layer that the model's `layer` is routed by: first by first, last by last, even between."""

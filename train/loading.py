@@ -23,7 +23,7 @@ from coop.adapters.transformers import find_experts
 from coop.errors import DataError
 from train.data.load import LoadedData, load_data
 from train.data.rows import Row
-from train.opening import show_data, show_groups, show_line, show_model, show_offload, show_trained
+from train.opening import show_data, show_groups, show_model, show_offload, show_trained
 from train.phases import Phases
 from train.schema import Recipe
 from train.tuning.balance import describe_aux_loss
@@ -43,6 +43,7 @@ from train.tuning.model import (
     trained_weights,
 )
 from train.tuning.selection import Selection, choose_experts
+from train.watching.progress import say
 from train.watching.warmup import chosen_layers
 
 
@@ -53,6 +54,7 @@ class Loaded:
     tokenizer: Any
     model: nn.Module
     data: LoadedData
+    data_digest: str
     total_steps: int
     selection: Selection | None
     mask: ExpertMask | None
@@ -80,7 +82,8 @@ def load(
     tokenizer = load_tokenizer(recipe)
     with phases.time("data"):
         data = load_data(recipe.data, tokenizer, recipe.train.seed, console)
-        _refuse_other_data(data.digest())
+        digest = data.digest()
+        _refuse_other_data(digest)
     show_data(console, data, tokenizer)
     with phases.time("model"):
         model, offloaded = _load_model(recipe, is_dry, console, held)
@@ -95,7 +98,7 @@ def load(
         mask = ExpertMask(model, selection, recipe.train.weight_decay) if selection is not None else None
     _show_trained(recipe, model, groups, selection, mask, console)
     rows = len(data.train_rows)
-    return Loaded(tokenizer, model, data, total_steps(recipe, rows), selection, mask, offloaded)
+    return Loaded(tokenizer, model, data, digest, total_steps(recipe, rows), selection, mask, offloaded)
 
 
 def total_steps(recipe: Recipe, rows: int) -> int:
@@ -159,7 +162,7 @@ def _select(
     """Which experts are trained; None for all of them, and in a dry run that would have to run the model for it."""
     if is_dry and _is_counted(recipe):
         return None
-    if offloaded is not None:
+    if offloaded is not None and _is_counted(recipe):
         put_experts_in_force(model, backend, offloaded)  # for the pass; adapters are not there yet
     ids = [row.input_ids.tolist() for row in data.train_rows[: recipe.tune.experts.profile_rows]]
     return choose_experts(model, recipe.tune.experts, ids, earlier)
@@ -178,8 +181,8 @@ def _show_trained(
     show_trained(console, trained_weights(model, groups))
     check_trainable(sizes, recipe.tune.groups)
     if selection is not None:
-        show_line(console, selection.describe([entry.num_experts for entry in find_experts(model)]))
+        say(console, selection.describe([entry.num_experts for entry in find_experts(model)]))
     elif _is_counted(recipe):
         rows = recipe.tune.experts.profile_rows
-        show_line(console, f"experts trained: chosen by a pass of {rows} training rows before the first step")
-    show_line(console, describe_aux_loss(model, recipe))
+        say(console, f"experts trained: chosen by a pass of {rows} training rows before the first step")
+    say(console, describe_aux_loss(model, recipe))

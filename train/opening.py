@@ -26,6 +26,7 @@ from train.saving.checkpoint import ResumePoint
 from train.saving.durable import checkpoint_bytes
 from train.schema import Recipe
 from train.tuning.model import GroupSize, TrainedWeight
+from train.watching.progress import say
 
 
 def show_header(console: Console, recipe: Recipe, recipe_path: Path, state: PartialState) -> None:
@@ -42,18 +43,18 @@ def show_header(console: Console, recipe: Recipe, recipe_path: Path, state: Part
         f"{', sharded by ' + sharding() if sharding() else ''}",
         f"recipe {recipe_path} ({recipe.digest[:12]}), seed {recipe.train.seed}, output {recipe.output}",
     ]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    say(console, "\n".join(lines))
 
 
 def show_data(console: Console, data: LoadedData, tokenizer: Any) -> None:
     """A line for each source, a table to compare several, what was done with them, and a row of each format."""
     lines = [f"train: {summary.describe()}" for summary in data.train]
     lines += [f"eval: {summary.describe()}" for summary in data.eval]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    say(console, "\n".join(lines))
     if len(data.train) > 1:
         console.print(_mixture_table(data.train))
     if data.notes:
-        console.print("\n".join(data.notes), highlight=False, markup=False, soft_wrap=True)
+        say(console, "\n".join(data.notes))
     samples = {name: row for summary in reversed(data.train) for name, row in summary.samples.items()}
     for name, row in samples.items():
         console.print(f"sample of {name} (only the bold part is trained):", highlight=False)
@@ -82,26 +83,22 @@ def show_model(console: Console, model: nn.Module, recipe: Recipe, backend: str)
     elements = sum(p.numel() for p in first.module.parameters(recurse=False)) // first.num_experts
     nbytes = elements * getattr(torch, recipe.model.dtype).itemsize
     total = sum(parameter.numel() for parameter in model.parameters())
-    console.print(
+    say(
+        console,
         f"model {recipe.model.path}: {type(model).__name__}, {total / 1e6:,.1f} M parameters in {recipe.model.dtype}, "
         f"{len(experts)} MoE layers x {first.num_experts} experts, top-{first.top_k}, {nbytes / 2**20:,.2f} MiB each, "
         f"computed by {backend}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
 
 
 def show_offload(console: Console, plan: Plan) -> None:
     """How many of the offloaded experts are resident at once, and how they are read."""
     share = plan.budget_bytes / plan.expert_bytes
-    console.print(
+    say(
+        console,
         f"experts offloaded: {format_bytes(plan.budget_bytes)} of {format_bytes(plan.expert_bytes)} ({share:.0%}) "
         f"resident at most, the others read from disk in forward and again in backward by {plan.loader_threads} "
         f"threads; the smallest budget that runs is {format_bytes(plan.smallest_bytes)}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
 
 
@@ -137,11 +134,6 @@ def count_patterns(weights: Sequence[TrainedWeight]) -> dict[tuple[str, str, tup
     return counts
 
 
-def show_line(console: Console, line: str) -> None:
-    """One plain line."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def show_plan(
     console: Console, recipe: Recipe, model: nn.Module, total_steps: int, epochs: float, world: int
 ) -> None:
@@ -164,14 +156,14 @@ def show_plan(
     )
     free = shutil.disk_usage(folder).free
     parts.append(f"a checkpoint takes about {needed / 2**20:,.0f} MiB, {free / 2**30:,.1f} GiB are free")
-    console.print("; ".join(parts), highlight=False, markup=False, soft_wrap=True)
+    say(console, "; ".join(parts))
 
 
 def show_resume(console: Console, point: ResumePoint) -> None:
     """Where the run goes on, and what was passed over on the way there."""
     for reason in point.skipped:
-        console.print(f"passed over: {reason}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"passed over: {reason}")
     for difference in point.differences:
-        console.print(f"forced, though {difference}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"forced, though {difference}")
     line = f"resuming from {point.folder} at step {point.step}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(console, line)

@@ -113,7 +113,7 @@ def _facts(recipe: Recipe, loaded: Loaded, state: PartialState) -> dict[str, Any
     if state.is_main_process:
         base = identify_base(recipe.model.path, getattr(loaded.model, "config", None))
     found: list[Any] = broadcast_object_list([base])
-    return checkpoint.run_facts(recipe.deciding, loaded.data.digest(), state.num_processes, found[0])
+    return checkpoint.run_facts(recipe.deciding, loaded.data_digest, state.num_processes, found[0])
 
 
 def _find_point(

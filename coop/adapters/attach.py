@@ -298,22 +298,8 @@ def _hand_over(
 ) -> Scheduler:
     """Start the scheduler, drop the stacks, and point the model at it: what is refused leaves the model as it was."""
     forecast = Forecast.of(store.geometry, plan.strategy)
-    scheduler = Scheduler(
-        experts,
-        tiered(store, device, plan, forecast),
-        budget_bytes=plan.budget_bytes,
-        strategy=plan.strategy,
-        ring_bytes=plan.ring_bytes,
-        loader_threads=plan.loader_threads,
-        queue_depth=plan.topology.disk.queue_depth,
-        guess_threads=plan.guess_threads,
-        has_prefetch=plan.has_prefetch,
-        profile=profile,
-        forecast=forecast,
-        device=device,
-        guard=guard,
-        policy=policy,
-        poison=poison,
+    scheduler = start_scheduler(
+        experts, store, plan, device, forecast, profile=profile, guard=guard, policy=policy, poison=poison
     )
     for entry in experts:
         make_absent(entry)
@@ -325,7 +311,32 @@ def _hand_over(
     return scheduler
 
 
-def tiered(store: ExpertStore, device: Device, plan: Plan, forecast: Forecast) -> Store:
+def start_scheduler(
+    experts: list[ExpertsModule],
+    store: ExpertStore,
+    plan: Plan,
+    device: Device,
+    forecast: Forecast,
+    **options: Any,
+) -> Scheduler:
+    """A scheduler with the numbers of `plan`; `options` go to it as they are."""
+    return Scheduler(
+        experts,
+        _tiered(store, device, plan, forecast),
+        budget_bytes=plan.budget_bytes,
+        strategy=plan.strategy,
+        ring_bytes=plan.ring_bytes,
+        loader_threads=plan.loader_threads,
+        queue_depth=plan.topology.disk.queue_depth,
+        guess_threads=plan.guess_threads,
+        has_prefetch=plan.has_prefetch,
+        forecast=forecast,
+        device=device,
+        **options,
+    )
+
+
+def _tiered(store: ExpertStore, device: Device, plan: Plan, forecast: Forecast) -> Store:
     """The store itself where its reads end in a slot, or behind pinned RAM where they are copied once more."""
     if device.memory is Memory.HOST:
         return store

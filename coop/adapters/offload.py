@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from coop.adapters.attach import load_config, open_store, tiered, weight_paths
+from coop.adapters.attach import load_config, open_store, start_scheduler, weight_paths
 from coop.adapters.training import placeholder, refuse_unknown
 from coop.adapters.transformers import build_on_meta, find_experts, load_without_experts
 from coop.checkpoint import Checkpoint, open_checkpoint
@@ -90,7 +90,8 @@ def open_offloaded(
         model = load_without_experts(checkpoint.weights, config, dtype, attention).to(place.torch_device)
         _stand_in(model, skeleton, dtype, place.torch_device)
         store.check_unchanged(stamps)
-        scheduler = _start(model, store, plan, place, poison)
+        forecast = PassForecast.of(store.geometry, plan.strategy)
+        scheduler = start_scheduler(find_experts(model), store, plan, place, forecast, poison=poison)
     except BaseException:
         store.close()
         raise
@@ -133,20 +134,3 @@ def _stand_in(model: nn.Module, skeleton: nn.Module, dtype: torch.dtype, device:
         for name in shape.parameters:
             like = torch.empty_like(shape.module._parameters[name], dtype=dtype)  # type: ignore[arg-type]
             entry.module._parameters[name] = placeholder(like, device)
-
-
-def _start(model: nn.Module, store: ExpertStore, plan: Plan, place: Device, poison: bool) -> Scheduler:
-    forecast = PassForecast.of(store.geometry, plan.strategy)
-    return Scheduler(
-        find_experts(model),
-        tiered(store, place, plan, forecast),
-        budget_bytes=plan.budget_bytes,
-        strategy=plan.strategy,
-        ring_bytes=plan.ring_bytes,
-        loader_threads=plan.loader_threads,
-        queue_depth=plan.topology.disk.queue_depth,
-        guess_threads=plan.guess_threads,
-        forecast=forecast,
-        device=place,
-        poison=poison,
-    )

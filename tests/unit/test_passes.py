@@ -69,7 +69,7 @@ def test_what_comes_next_follows_the_direction() -> None:
     for index, layer in enumerate(calls[: 2 * len(passes(1))]):
         forecast.observe(layer, ALL)
         if layer != calls[index - 1]:  # at a turn the direction shows with the second call
-            following = list(forecast.ahead(layer))
+            following = [after for after, _ in forecast.upcoming(layer)]
             assert following == calls[index + 1 : index + 1 + len(following)]
 
 
